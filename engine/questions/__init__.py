@@ -1,0 +1,1 @@
+"""Where prompts come from: data set rows, task generators, the ledger."""

@@ -1,0 +1,196 @@
+"""What flows through the engine: immutable records, one per stage.
+
+question -> prompt -> completion -> rollout -> group -> step batch. A stage takes records and returns new ones
+(``dataclasses.replace``); it never reaches back. Arrays are numpy; log-probabilities and entropies are in nats.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+Array = np.ndarray
+Arm = Literal["free", "masked", "control"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture or clip by reference; its pixels are loaded where they are used."""
+
+    kind: Literal["image", "video"]
+    path: str
+    frames: int | None = None
+    """Frames to take, evenly spaced (video only); None takes the processor's default."""
+    max_pixels: int | None = None
+    """Upper bound on width x height of one picture or frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One verifiable question."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+    """Chat messages ``{"role": …, "content": …}``; a content string names its media by ``<image>`` and ``<video>`` in order."""
+    answer: str
+    media: tuple[Media, ...] = ()
+    source: str = ""
+    """Data set or generator the question came from; rewards and breakdowns go by it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever the row carried besides: hop count, hop types, tolerance, a generator's own entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question as the policy sees it."""
+
+    question: Question
+    token_ids: Array  # [P] int64, media placeholders expanded to one token per visual feature
+    prefilled: bool = False
+    """True when the token ids end in an opening think tag that the policy did not generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How tokens are drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokenRule:
+    """The top-token mask of Confidence-Gated Exploration (paper 000, Eq. 3)."""
+
+    threshold: float = 0.95
+    token_filter: Literal["none", "lexical"] = "none"
+    cap: int = 16_384
+    """Masked positions allowed per response."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One rollout to draw."""
+
+    prompt: Prompt
+    index: int
+    """Position of the rollout in its group."""
+    seed: int  # 63 bits, keys every draw together with the response position
+    parameters: SamplingParameters
+    mask: TopTokenRule | None = None
+    """Draw under the top-token mask; None draws freely."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTrace:
+    """What the mask removed; M masked positions, in order (SPEC 4.6, Table 9 and Figure 8)."""
+
+    positions: Array  # [M] int32, response positions
+    removed_ids: Array  # [M] int32
+    removed_probs: Array  # [M] fp32, p* before the mask
+    runner_up_probs: Array  # [M] fp32, second probability before the mask
+    drawn_ids: Array  # [M] int32
+    drawn_ranks: Array  # [M] int32, rank of the drawn token before the mask: 2 is the runner-up; 9 means outside the top 8
+    entropies: Array  # [M] fp32, entropy of the unmasked distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A drawn response of L tokens, EOS included."""
+
+    token_ids: Array  # [L] int32
+    logprobs: Array  # [L] fp32, under the distribution that was drawn from
+    masked: Array  # [L] bool, positions where the top token was removed
+    versions: Array  # [L] int32, parameter version that drew each token
+    finish_reason: FinishReason
+    examined: int = 0
+    """Positions inside the reasoning span."""
+    confident: int = 0
+    """Of those, positions whose top probability exceeded the threshold."""
+    cap_hit: bool = False
+    trace: MaskTrace | None = None
+    """Set when the mask fired at least once and the engine can trace it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Score of one response (paper 000, Eq. 1)."""
+
+    total: float
+    accuracy: float
+    format: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A response in its group."""
+
+    index: int
+    wave: Literal[1, 2]
+    arm: Arm
+    """``free``: no trigger; ``masked`` or ``control``: second wave of a triggered group with or without the mask."""
+    completion: Completion
+    text: str = ""
+    reward: Reward | None = None
+    """None while unscored, or when scoring failed: such a rollout does not train."""
+    failure: str = ""
+    """Why scoring failed: ``timeout``, ``error`` or ``non_finite``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All rollouts of one question in one step."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    epoch: int = 0
+    intervened: bool = False
+    """First-wave accuracies had no variance, so the second wave was a candidate for the mask."""
+    arm: Arm = "free"
+    advantages: Array | None = None  # [G] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One optimizer step: N tokens of B responses with their prompts, flat and without padding.
+
+    Every per-token stream is aligned with ``token_ids``: the value at position t belongs to token t, which the hidden
+    state at t - 1 predicts. Prompt positions hold zeros and ``response_mask`` False.
+    """
+
+    token_ids: Array  # [N] int64
+    cu_seqlens: Array  # [B + 1] int32, row boundaries in the flat arrays
+    response_mask: Array  # [N] bool, token was drawn by the policy
+    loss_mask: Array  # [N] bool, token is in the numerator: response and not CGE-masked
+    loss_weight: Array  # [N] fp32, the one normalisation weight; sums over all ranks of the step
+    old_logprobs: Array  # [N] fp32, behaviour policy
+    advantages: Array  # [N] fp32
+    gates: Array  # [N] fp32, multiply positive advantages in the loss
+    temperature: float
+    media: tuple[tuple[Media, ...], ...]  # per row, by reference
+    prompts: Array  # [B] int32, which prompt a row belongs to: rows of one group share pixels
+    version: int = 0
+    """Parameter version of the newest token."""
+
+
+class Engine(Protocol):
+    """Draws rollouts. Implemented by ``sampling.local`` and the vLLM client."""
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """One completion per request, in order."""
+        ...
+
+
+class Scorer(Protocol):
+    """Scores rollouts of one question. Implemented by ``rewards.pool`` or the user's own reward."""
+
+    async def score(self, question: Question, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts with ``reward`` or ``failure`` set."""
+        ...

@@ -1,0 +1,1 @@
+"""What a response earns: extraction, verification, shaping, the worker pool."""

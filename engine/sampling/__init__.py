@@ -1,0 +1,1 @@
+"""How a group is drawn: engines, waves, the top-token mask."""
