@@ -1,0 +1,18 @@
+"""``headrace train``: run a configuration, or go on where it stopped."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file, e.g. configs/demo.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, e.g. run.steps=10")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run of this name left and start over")] = False,
+) -> None:
+    """Train; a run that was stopped or killed goes on from its last checkpoint."""
+    from headrace.config import load_config
+    from headrace.trainer import Trainer
+
+    Trainer(load_config(config, overrides or ()), fresh=fresh).train()

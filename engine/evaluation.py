@@ -1,0 +1,92 @@
+"""Accuracy on held-out questions: greedy, sampled mean, majority vote (SPEC 5.7)."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.config import Config
+from headrace.encoding import Encoder
+from headrace.records import Engine, Prompt, Rollout, SampleRequest, SamplingParameters, Scorer
+from headrace.rewards import extract
+from headrace.streams import stream_seed
+
+
+def majority(votes: Sequence[str | None]) -> int | None:
+    """Position of the first vote for the winning answer; None when no vote is valid.
+
+    Plurality wins; of tied answers the one whose first vote comes earliest. ``None`` votes are dropped.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    if not counts:
+        return None
+    return votes.index(max(counts, key=lambda answer: counts[answer]))
+
+
+def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
+    """One greedy request, then the sampled ones; seeds do not depend on the step, so evaluations are paired."""
+    sampling, evaluation = config.sampling, config.evaluation
+    shared: dict[str, Any] = {"max_tokens": sampling.max_tokens, "stop": sampling.stop, "stop_ids": sampling.stop_ids}
+    greedy = SamplingParameters(temperature=0.0, **shared)
+    sampled = SamplingParameters(temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k, **shared)
+    return [
+        SampleRequest(
+            prompt=prompt,
+            index=index,
+            seed=stream_seed(config.run.seed, "evaluation", 0, prompt.question.id, index),
+            parameters=sampled if index else greedy,
+        )
+        for index in range(evaluation.samples + 1)
+    ]
+
+
+def _judge(prompt: Prompt, rollouts: Sequence[Rollout], contract: str) -> dict[str, Any]:
+    """Row of one question; an unscored response counts as wrong."""
+    right = [int(rollout.reward is not None and rollout.reward.accuracy >= 1) for rollout in rollouts]
+    winner = majority([extract(rollout.text, contract) for rollout in rollouts[1:]])
+    return {
+        "id": prompt.question.id,
+        "hops": prompt.question.extra.get("hops"),
+        "greedy": right[0],
+        "samples": right[1:],
+        "maj": 0 if winner is None else right[1 + winner],
+        "format": float(np.mean([rollout.reward.format if rollout.reward else 0.0 for rollout in rollouts[1:]])),
+        "length": float(np.mean([len(rollout.completion.token_ids) for rollout in rollouts[1:]])),
+    }
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {
+        "questions": len(rows),
+        "mean_accuracy": float(np.mean([np.mean(row["samples"]) for row in rows])),
+        "greedy_accuracy": float(np.mean([row["greedy"] for row in rows])),
+        "maj_accuracy": float(np.mean([row["maj"] for row in rows])),
+        "format_rate": float(np.mean([row["format"] for row in rows])),
+        "length_mean": float(np.mean([row["length"] for row in rows])),
+    }
+
+
+async def evaluate(prompts: Sequence[Prompt], engine: Engine, scorer: Scorer, encoder: Encoder, config: Config) -> dict[str, Any]:
+    """Evaluate the engine's present weights on ``prompts``.
+
+    Returns: questions, mean_accuracy (over sampled responses), greedy_accuracy, maj_accuracy, format_rate,
+        length_mean (tokens), by_hops (the same per hop count) and per_question rows.
+    """
+    requests = [request for prompt in prompts for request in _requests(prompt, config)]
+    completions = await engine.sample(requests)
+    rollouts = [
+        Rollout(index=request.index, wave=1, arm="free", completion=completion, text=encoder.response_text(request.prompt, completion.token_ids))
+        for request, completion in zip(requests, completions, strict=True)
+    ]
+    size = config.evaluation.samples + 1
+    scored = await asyncio.gather(
+        *(scorer.score(prompt.question, rollouts[start : start + size]) for prompt, start in zip(prompts, range(0, len(rollouts), size), strict=True))
+    )
+    rows = [_judge(prompt, group, config.reward.contract) for prompt, group in zip(prompts, scored, strict=True)]
+    by_hops: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["hops"] is not None:
+            by_hops[str(row["hops"])].append(row)
+    return {**_summary(rows), "by_hops": {hops: _summary(by_hops[hops]) for hops in sorted(by_hops)}, "per_question": rows}
