@@ -1,0 +1,1 @@
+"""Task generators: questions made by code, so that every answer is known by construction."""
