@@ -1,0 +1,134 @@
+"""The rollout side: admits questions, draws and scores groups, selects, assembles one batch per step."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.config import Config
+from headrace.credit.advantage import group_advantages
+from headrace.encoding import Encoder
+from headrace.policy.packing import build_batch
+from headrace.questions.ledger import Ledger
+from headrace.questions.sets import QuestionSet
+from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
+from headrace.sampling.waves import draw_groups
+from headrace.selection import dapo
+
+Key = tuple[int, int]  # epoch and index of a question
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one step drew."""
+
+    batch: StepBatch | None
+    """None when nothing can train: every group was filtered or failed."""
+    groups: tuple[Group, ...]
+    """Groups of the batch, with advantages."""
+    sampled: tuple[Group, ...]
+    """Every group drawn for it, filtered ones included."""
+    fates: dict[Key, str]
+    """How each admitted question of the step ends, once the update is done."""
+
+    def counts(self) -> dict[str, float]:
+        """Questions by fate and failed rollouts by reason, as metrics."""
+        questions = Counter(self.fates.values())
+        failures = Counter(rollout.failure for group in self.sampled for rollout in group.rollouts if rollout.failure)
+        return {
+            **{f"questions/{fate}": float(count) for fate, count in sorted(questions.items())},
+            **{f"reward/failed_{reason}": float(count) for reason, count in sorted(failures.items())},
+        }
+
+
+class Controller:
+    """Turns questions into batches.
+
+    Every admitted question is settled exactly once: ``draw`` decides its fate, ``settle`` writes it to the ledger
+    after the optimizer step. A run killed in between finds the question in the queue again.
+    """
+
+    def __init__(self, config: Config, questions: QuestionSet, encoder: Encoder, engine: Engine, scorer: Scorer, ledger: Ledger) -> None:
+        self.config = config
+        self.questions = questions
+        self.encoder = encoder
+        self.engine = engine
+        self.scorer = scorer
+        self.ledger = ledger
+
+    async def draw(self) -> Drawn:
+        """Draw groups until the batch is full or the drawing rounds are used up."""
+        dynamic = self.config.dynamic_sampling
+        wanted = self.config.run.questions_per_step
+        fates: dict[Key, str] = {}
+        kept: dict[Key, Group] = {}
+        sampled: list[Group] = []
+        for _ in range(dynamic.max_rounds if dynamic else 1):
+            keys, prompts = self._admit(wanted, fates)
+            groups = [self._credited(group) for group in await self._sample(keys, prompts)]
+            sampled += groups
+            for key, group in zip(keys, groups, strict=True):
+                fates[key] = self._fate(group)
+                if fates[key] == "trained":
+                    kept[key] = group
+            if len(kept) >= wanted:
+                break
+        for key in list(kept)[wanted:]:
+            fates[key] = "surplus"
+            del kept[key]
+        groups_kept = tuple(kept.values())
+        batch = build_batch(groups_kept, self.config.loss, self.config.sampling) if groups_kept else None
+        return Drawn(batch, groups_kept, tuple(sampled), fates)
+
+    def settle(self, drawn: Drawn) -> None:
+        """Write the fates of a step to the ledger."""
+        for key, fate in drawn.fates.items():
+            self.ledger.settle(key, fate)
+
+    def _admit(self, count: int, fates: dict[Key, str]) -> tuple[list[Key], list[Prompt]]:
+        """The next ``count`` questions that can be encoded; the others are settled as ``unusable``.
+
+        Raises:
+            ValueError: as many questions in a row as the set holds cannot be used; the message is the last one's.
+        """
+        keys: list[Key] = []
+        prompts: list[Prompt] = []
+        failed_in_a_row = 0
+        while len(prompts) < count:
+            key = self.ledger.admit()
+            try:
+                prompts.append(self.encoder.encode(self.questions.question(key[1])))
+            except ValueError:
+                failed_in_a_row += 1
+                fates[key] = "unusable"
+                if failed_in_a_row >= len(self.questions):
+                    raise
+                continue
+            failed_in_a_row = 0
+            keys.append(key)
+        return keys, prompts
+
+    async def _sample(self, keys: Sequence[Key], prompts: Sequence[Prompt]) -> list[Group]:
+        return await draw_groups(
+            prompts,
+            self.engine,
+            self.scorer,
+            self.config.sampling,
+            seed=self.config.run.seed,
+            epochs=[epoch for epoch, _ in keys],
+            encoder=self.encoder,
+        )
+
+    def _credited(self, group: Group) -> Group:
+        rewards = [None if rollout.reward is None else rollout.reward.total for rollout in group.rollouts]
+        if sum(reward is not None for reward in rewards) < 2:
+            return group
+        advantage = self.config.advantage
+        return replace(group, advantages=group_advantages(rewards, ddof=advantage.ddof, normalise=advantage.normalise))
+
+    def _fate(self, group: Group) -> str:
+        if group.advantages is None:
+            return "unscored"
+        accuracies = [rollout.reward.accuracy for rollout in group.rollouts if rollout.reward is not None]
+        if self.config.dynamic_sampling and not dapo.keep(accuracies):
+            return "no_variance"
+        return "trained"
