@@ -178,6 +178,9 @@ class StepBatch:
     prompts: Array  # [B] int32, which prompt a row belongs to: rows of one group share pixels
     version: int = 0
     """Parameter version of the newest token."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """What could not train, by reason: ``unscored`` rollouts and ``empty`` responses have no row at all, tokens with a
+    ``non_finite`` behaviour log-prob are outside ``loss_mask``."""
 
 
 class Engine(Protocol):
