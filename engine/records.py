@@ -86,6 +86,8 @@ class SampleRequest:
     parameters: SamplingParameters
     mask: TopTokenRule | None = None
     """Draw under the top-token mask; None draws freely."""
+    confidence: float = 0.95
+    """Top probability above which a position counts as confident, whether or not it is masked."""
 
 
 @dataclass(frozen=True, slots=True)
