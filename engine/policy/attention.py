@@ -1,0 +1,192 @@
+"""Attention over packed rows: rows of different length lie end to end in one flat sequence, without padding.
+
+Registered with transformers under the name ``headrace``. transformers builds no mask for an implementation it does not know, so no
+``[N, N]`` mask ever exists; a 4-D mask that the caller passes (the sampler's left-padded batches) arrives here unchanged.
+
+On CUDA in half precision the rows go to torch's variable-length flash attention. Elsewhere they are copied into right-padded buckets of
+rows of similar length and given to scaled dot-product attention with ``is_causal``: no mask, no query sees a pad, pads are dropped.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "headrace"
+# A bucket takes rows down to this share of its longest row. Attention is quadratic in length, so 0.75 wastes at most 1 - 0.75² = 44 % of
+# one bucket's score matrix and a few per cent in practice, while lengths from 1 to 32k still make fewer than 40 buckets.
+BUCKET_SPREAD = 0.75
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of similar length, padded on the right to the longest."""
+
+    rows: int
+    length: int
+    source: Tensor  # [n] int64, positions in the packed sequence
+    slot: Tensor  # [n] int64, positions in the flattened [rows x length] bucket
+
+
+def row_buckets(cu_seqlens: Tensor) -> tuple[Bucket, ...]:
+    """Group packed rows into buckets, longest first; empty rows belong to none.
+
+    Args:
+        cu_seqlens: [B + 1] row boundaries.
+    """
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    starts, lengths = bounds[:-1], bounds.diff()
+    order = torch.argsort(lengths, descending=True, stable=True)
+    order = order[lengths[order] > 0]
+    buckets = []
+    while len(order):
+        longest = int(lengths[order[0]])
+        taken = int((lengths[order] >= BUCKET_SPREAD * longest).sum())
+        rows, order = order[:taken], order[taken:]
+        offsets = torch.arange(longest)
+        real = offsets < lengths[rows, None]  # [rows, length]
+        source = (starts[rows, None] + offsets)[real]
+        slot = real.flatten().nonzero().squeeze(1)
+        buckets.append(Bucket(taken, longest, source.to(cu_seqlens.device), slot.to(cu_seqlens.device)))
+    return tuple(buckets)
+
+
+def _scatter(packed: Tensor, bucket: Bucket) -> Tensor:
+    """[N, H, d] -> [rows, length, H, d], pads zero."""
+    padded = packed.new_zeros(bucket.rows * bucket.length, *packed.shape[1:])
+    return padded.index_copy_(0, bucket.slot, packed.index_select(0, bucket.source)).unflatten(0, (bucket.rows, bucket.length))
+
+
+def _gather(padded: tuple[Tensor, ...], buckets: tuple[Bucket, ...], total: int) -> Tensor:
+    """Inverse of scattering into every bucket: [N, H, d]; pads are never read."""
+    packed = padded[0].new_empty(total, *padded[0].shape[2:])
+    for rows, bucket in zip(padded, buckets, strict=True):
+        packed.index_copy_(0, bucket.source, rows.flatten(0, 1).index_select(0, bucket.slot))
+    return packed
+
+
+class _Pad(torch.autograd.Function):
+    """Packed to buckets. The indices are a bijection, so the backward pass copies instead of adding up (and is deterministic)."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, buckets: tuple[Bucket, ...]) -> tuple[Tensor, ...]:
+        ctx.buckets, ctx.total = buckets, packed.shape[0]
+        return tuple(_scatter(packed, bucket) for bucket in buckets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads, ctx.buckets, ctx.total), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Buckets to packed."""
+
+    @staticmethod
+    def forward(ctx: Any, buckets: tuple[Bucket, ...], total: int, *padded: Tensor) -> Tensor:
+        ctx.buckets = buckets
+        return _gather(padded, buckets, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_scatter(grad, bucket) for bucket in ctx.buckets)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    *,
+    scale: float,
+    causal: bool = True,
+    buckets: tuple[Bucket, ...] | None = None,
+) -> Tensor:
+    """Attention inside each packed row.
+
+    Args:
+        q: [N, H, d] queries.
+        k, v: [N, Hkv, d] keys and values; H is a multiple of Hkv.
+        cu_seqlens: [B + 1] int32 row boundaries, first 0, last N.
+        max_length: longest row.
+        scale: factor on the scores.
+        causal: a position sees itself and what is before it in its row; otherwise its whole row, which needs rows of one length per
+            bucket off CUDA and is therefore not supported there.
+        buckets: ``row_buckets(cu_seqlens)`` if the caller has it already.
+
+    Returns:
+        [N, H, d]
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1, 0 if causal else -1)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window, enable_gqa=grouped)
+    if not causal:
+        raise NotImplementedError("bidirectional attention over packed rows needs CUDA and half precision")
+    buckets = row_buckets(cu_seqlens) if buckets is None else buckets
+    padded = zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True)
+    outputs = [
+        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in rows), is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
+        for rows in padded
+    ]
+    return _Unpad.apply(buckets, q.shape[0], *outputs)
+
+
+def _refuse_unsupported(module: nn.Module, keys: int, options: dict[str, Any]) -> None:
+    """Attention variants that would silently be computed as plain attention."""
+    name = type(module).__name__
+    window = options.get("sliding_window")
+    if window is not None and keys > window:
+        raise ValueError(f"{name}: rows of {keys} tokens exceed the model's sliding window of {window}, which is not supported")
+    for option in ("softcap", "s_aux", "position_bias"):
+        if options.get(option) is not None:
+            raise ValueError(f"{name}: attention with {option} is not supported")
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every layer.
+
+    Args:
+        query, key, value: [B, H, L, d]; B is 1 for packed rows.
+        attention_mask: 4-D mask of the caller (bool, True attends; or additive), or None. Ignored with ``cu_seqlens``.
+        options: ``cu_seqlens``, ``max_length`` and ``buckets`` select the packed path.
+
+    Returns:
+        [B, L, H, d] and no attention weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cu_seqlens = options.get("cu_seqlens")
+    if cu_seqlens is not None:
+        max_length = options["max_length"]
+        _refuse_unsupported(module, max_length, options)
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        return varlen_attention(*rows, cu_seqlens, max_length, scale=scale, buckets=options.get("buckets")).unsqueeze(0), None
+    _refuse_unsupported(module, key.shape[2], options)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and attention_mask is not None:  # the fused CUDA kernels take a mask or grouped heads, not both
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = causal and attention_mask is None and query.shape[2] > 1
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention_forward)
