@@ -1,0 +1,262 @@
+"""From groups to flat rows: streams, the one normalisation weight, and which rows run where.
+
+Pure numpy and deterministic: every rank computes the same plan from the same batch, so no rank has to be told its share.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.config import LossConfig, SamplingConfig
+from headrace.records import Array, Group, Rollout, StepBatch
+
+ATTENTION_PARITY = 49_152
+"""Row length whose attention costs as much as its projections: 12 x width, for a width of 4,096."""
+
+
+# ------------------------------------------------------------------------------------------------------ batch
+
+
+def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingConfig) -> StepBatch:
+    """Lay the scored rollouts of ``groups`` out as one optimizer batch; ``prompts`` holds positions in ``groups``.
+
+    Rollouts without a usable score and empty responses get no row, count in no denominator and are reported in
+    ``left_out``. CGE-masked tokens leave ``loss_mask`` but stay in the denominator (SPEC 4.4).
+
+    Raises:
+        ValueError: a group has no advantages, or a prompt or the streams of a completion do not fit together.
+    """
+    rows: list[tuple[int, Rollout, float]] = []
+    unscored = empty = 0
+    for position, group in enumerate(groups):
+        advantages = _group_advantages(group)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            if rollout.reward is None or rollout.failure:
+                unscored += 1
+            elif not len(rollout.completion.token_ids):
+                empty += 1
+            else:
+                rows.append((position, _checked(rollout, group), float(advantage)))
+
+    prompt_lengths = np.array([len(groups[position].prompt.token_ids) for position, _, _ in rows], dtype=np.int64)
+    lengths = np.array([len(rollout.completion.token_ids) for _, rollout, _ in rows], dtype=np.int64)
+    cu_seqlens = np.concatenate(([0], np.cumsum(prompt_lengths + lengths))).astype(np.int32)
+    tokens = int(cu_seqlens[-1])
+    response_mask = np.zeros(tokens, dtype=bool)
+    for end, length in zip(cu_seqlens[1:], lengths, strict=True):
+        response_mask[end - length : end] = True
+
+    def stream(values: Sequence[Array], dtype: type) -> Array:
+        """Per-token stream [N] with zeros on prompt positions."""
+        out = np.zeros(tokens, dtype=dtype)
+        if values:
+            out[response_mask] = np.concatenate(values)
+        return out
+
+    token_ids = np.zeros(tokens, dtype=np.int64)
+    if rows:
+        token_ids[~response_mask] = np.concatenate([groups[position].prompt.token_ids for position, _, _ in rows])
+        token_ids[response_mask] = np.concatenate([rollout.completion.token_ids for _, rollout, _ in rows])
+    old_logprobs = stream([rollout.completion.logprobs for _, rollout, _ in rows], np.float32)
+    masked = stream([rollout.completion.masked for _, rollout, _ in rows], np.bool_)
+    finite = np.isfinite(old_logprobs)
+    return StepBatch(
+        token_ids=token_ids,
+        cu_seqlens=cu_seqlens,
+        response_mask=response_mask,
+        loss_mask=response_mask & ~masked & finite,
+        loss_weight=loss_weights(response_mask, cu_seqlens, loss.normalisation, sampling.max_tokens),
+        old_logprobs=np.where(finite, old_logprobs, np.float32(0)),
+        advantages=stream([np.repeat(advantage, length) for (_, _, advantage), length in zip(rows, lengths, strict=True)], np.float32),
+        gates=np.ones(tokens, dtype=np.float32),
+        temperature=sampling.temperature,
+        media=tuple(groups[position].prompt.question.media for position, _, _ in rows),
+        prompts=np.array([position for position, _, _ in rows], dtype=np.int32),
+        version=max((int(rollout.completion.versions.max()) for _, rollout, _ in rows), default=0),
+        left_out={"unscored": unscored, "empty": empty, "non_finite": int((~finite).sum())},
+    )
+
+
+def _group_advantages(group: Group) -> Array:
+    """Advantages [G] of a group, checked."""
+    name = group.prompt.question.id
+    if group.advantages is None or len(group.advantages) != len(group.rollouts):
+        got = "none" if group.advantages is None else str(len(group.advantages))
+        raise ValueError(f"question {name}: expected one advantage per rollout ({len(group.rollouts)}), got {got}")
+    if not len(group.prompt.token_ids):
+        raise ValueError(f"question {name}: the prompt has no token, so nothing predicts the first response token")
+    return group.advantages
+
+
+def _checked(rollout: Rollout, group: Group) -> Rollout:
+    """The rollout, once its per-token streams are known to be equally long."""
+    completion = rollout.completion
+    length = len(completion.token_ids)
+    for name in ("logprobs", "masked", "versions"):
+        if len(getattr(completion, name)) != length:
+            raise ValueError(
+                f"question {group.prompt.question.id}, rollout {rollout.index}: {len(getattr(completion, name))} {name} for {length} tokens"
+            )
+    return rollout
+
+
+def loss_weights(response_mask: Array, cu_seqlens: Array, normalisation: str, max_tokens: int) -> Array:
+    """The per-token weight [N] that makes a plain sum over all ranks the wanted mean; fp32, 0 on prompts.
+
+    ``token_mean``: 1 / response tokens of the step. ``sequence_mean``: 1 / (rows x own length). ``constant``:
+    1 / (rows x ``max_tokens``), Dr. GRPO. Every response token counts, masked or not (SPEC 3.2, 4.4).
+    """
+    rows = len(cu_seqlens) - 1
+    lengths = response_lengths(response_mask, cu_seqlens)
+    if normalisation == "token_mean":
+        per_row = np.full(rows, 1 / max(1, lengths.sum()))
+    elif normalisation == "sequence_mean":
+        per_row = 1 / (max(1, rows) * np.maximum(lengths, 1))
+    else:
+        per_row = np.full(rows, 1 / (max(1, rows) * max_tokens))
+    return np.where(response_mask, np.repeat(per_row, np.diff(cu_seqlens)), 0).astype(np.float32)
+
+
+def response_lengths(response_mask: Array, cu_seqlens: Array) -> Array:
+    """Response tokens of every row, [B] int64."""
+    before = np.concatenate(([0], np.cumsum(response_mask)))
+    return before[cu_seqlens[1:]] - before[cu_seqlens[:-1]]
+
+
+def take_rows(batch: StepBatch, rows: Sequence[int]) -> StepBatch:
+    """The given rows, in that order, with their weights unchanged."""
+    chosen = np.asarray(rows, dtype=np.int64)
+    if len(chosen) == len(batch.prompts) and np.array_equal(chosen, np.arange(len(chosen))):
+        return batch
+    starts, lengths = batch.cu_seqlens[chosen].astype(np.int64), np.diff(batch.cu_seqlens)[chosen]
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
+    flat = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], lengths)
+    per_token = ("token_ids", "response_mask", "loss_mask", "loss_weight", "old_logprobs", "advantages", "gates")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[flat] for name in per_token},
+        cu_seqlens=cu_seqlens.astype(np.int32),
+        media=tuple(batch.media[row] for row in chosen),
+        prompts=batch.prompts[chosen],
+    )
+
+
+def split_batch(batch: StepBatch, parts: int, loss: LossConfig, sampling: SamplingConfig) -> list[StepBatch]:
+    """Mini-batches of whole groups, one optimizer step each, every one with its own denominator.
+
+    Groups go out evenly and in order; with fewer groups than ``parts`` there are fewer mini-batches.
+    """
+    if parts == 1:
+        return [batch]
+    groups = np.unique(batch.prompts)
+    minis = []
+    for share in np.array_split(groups, max(1, min(parts, len(groups)))):
+        mini = take_rows(batch, np.flatnonzero(np.isin(batch.prompts, share)))
+        weights = loss_weights(mini.response_mask, mini.cu_seqlens, loss.normalisation, sampling.max_tokens)
+        minis.append(replace(mini, loss_weight=weights))
+    return minis
+
+
+# ------------------------------------------------------------------------------------------------------ plan
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one forward pass on one rank."""
+
+    rows: tuple[int, ...]
+    gradient: bool
+    """A backward pass follows; without, the rows only feed the metrics."""
+    filler: bool = False
+    """Runs so that the collectives of all ranks match, and counts for nothing."""
+
+
+def rows_with_gradient(batch: StepBatch, every_token: bool) -> Array:
+    """Which rows can move the policy, [B] bool: some token has a coefficient that is not zero.
+
+    ``every_token``: a KL or entropy term is on, which acts wherever the weight is not zero.
+    """
+    coefficients = batch.loss_weight if every_token else batch.loss_weight * batch.loss_mask * batch.advantages
+    return response_lengths(coefficients != 0, batch.cu_seqlens) > 0
+
+
+def deal_rows(batch: StepBatch, world_size: int, rows: Sequence[int] | None = None) -> list[list[int]]:
+    """Rows of every rank, balanced by cost (projections plus attention): longest first, each to the idlest rank."""
+    lengths = np.diff(batch.cu_seqlens)
+    chosen = range(len(lengths)) if rows is None else rows
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0.0] * world_size
+    for row in sorted(chosen, key=lambda row: (-lengths[row], row)):
+        rank = min(range(world_size), key=load.__getitem__)
+        shares[rank].append(row)
+        load[rank] += lengths[row] * (1 + lengths[row] / ATTENTION_PARITY)
+    return shares
+
+
+def micro_batches(batch: StepBatch, rows: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit-decreasing packing of ``rows`` into micro-batches of at most ``budget`` tokens.
+
+    A single row above the budget gets a micro-batch of its own. The number of micro-batches comes from the packing,
+    their loads are then evened out where the budget allows, which keeps the peak memory of a step low.
+    """
+    lengths = np.diff(batch.cu_seqlens)
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        place = next((i for i, free in enumerate(room) if lengths[row] <= free), None)
+        if place is None:
+            bins.append([])
+            room.append(budget)
+            place = len(bins) - 1
+        bins[place].append(row)
+        room[place] -= int(lengths[row])
+    return _evened(bins, lengths, budget)
+
+
+def _evened(bins: list[list[int]], lengths: Array, budget: int) -> list[list[int]]:
+    """The same rows in runs of similar length and load, unless that would break the budget.
+
+    Neighbours in length share a micro-batch, so an attention that pads inside a micro-batch wastes little.
+    """
+    order = sorted((row for rows in bins for row in rows), key=lambda row: (-lengths[row], row))
+    if len(bins) < 2 or lengths[order[0]] > budget:
+        return bins
+    target = sum(int(lengths[row]) for row in order) / len(bins)
+    evened: list[list[int]] = [[] for _ in bins]
+    done = 0.0
+    for row in order:
+        middle = done + lengths[row] / 2
+        evened[min(len(bins) - 1, math.floor(middle / target))].append(row)
+        done += lengths[row]
+    fits = all(rows and sum(int(lengths[row]) for row in rows) <= budget for rows in evened)
+    return evened if fits else bins
+
+
+def schedule(batch: StepBatch, gradient: Array, world_size: int, budget: int) -> list[list[MicroBatch]]:
+    """Micro-batches of every rank: equally many with and without gradient on each, those with gradient last.
+
+    ``gradient`` [B] says which rows need a backward pass.
+    """
+    plans: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+    filler_row = int(np.argmin(np.diff(batch.cu_seqlens))) if len(gradient) else 0
+    for kind in (False, True):
+        shares = deal_rows(batch, world_size, np.flatnonzero(gradient == kind).tolist())
+        packed = [micro_batches(batch, share, budget) for share in shares]
+        count = max(len(bins) for bins in packed)
+        for plan, bins in zip(plans, packed, strict=True):
+            bins = _divided(bins, count)
+            plan += [MicroBatch(tuple(rows), kind) for rows in bins]
+            plan += [MicroBatch((filler_row,), kind, filler=True)] * (count - len(bins))
+    return plans
+
+
+def _divided(bins: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the fullest bins until there are ``count``, or only single rows are left."""
+    bins = list(bins)
+    while len(bins) < count and any(len(rows) > 1 for rows in bins):
+        fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        rows = bins[fullest]
+        bins[fullest : fullest + 1] = [rows[0::2], rows[1::2]]
+    return bins

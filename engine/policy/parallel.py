@@ -1,0 +1,205 @@
+"""Learner ranks: the process group, FSDP2 sharding, and how batches and weights move between ranks.
+
+Without ``torchrun`` there is one process, no process group and no sharding; the same code runs.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from headrace.config import ModelConfig
+from headrace.records import Media, StepBatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This process among the learner ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: owns the controller, the journal and everything on disk."""
+        return self.rank == 0
+
+    def gather_rows(self, vector: Tensor) -> Tensor:
+        """The equally long vectors [K] of all ranks as [world_size, K], in rank order."""
+        if self.world_size == 1:
+            return vector[None]
+        rows = vector.new_empty(self.world_size, len(vector))
+        dist.all_gather_into_tensor(rows, vector.contiguous())
+        return rows
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank."""
+        if self.world_size == 1:
+            assert payload is not None
+            return payload
+        length = torch.tensor([len(payload) if payload is not None else 0])
+        dist.broadcast(length, src=0)
+        buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(length), dtype=torch.uint8)
+        if int(length):
+            dist.broadcast(buffer, src=0)
+        return buffer.numpy().tobytes()
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_main else None))
+
+    def broadcast_batch(self, batch: StepBatch | None) -> StepBatch:
+        """Rank 0's batch on every rank; the others pass None."""
+        if self.world_size == 1:
+            assert batch is not None
+            return batch
+        return unpack_batch(self.broadcast_bytes(pack_batch(batch) if batch is not None else None))
+
+    def run_on_main(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on rank 0 while the others wait; its failure is raised on every rank.
+
+        Raises:
+            OSError, ValueError: what the action raised, on rank 0 as it was, elsewhere with its text.
+        """
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                action()
+            except (OSError, ValueError) as error:
+                failure = error
+        text = self.broadcast_json(str(failure) if failure is not None else None)
+        if text is not None:
+            raise failure if failure is not None else OSError(text)
+
+
+def start(deadline: float = 600.0) -> Parallel:
+    """Join the ranks that ``torchrun`` started, or be the only one.
+
+    ``deadline``: seconds after which a collective that some rank never joins ends in an error instead of a hang.
+    """
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Parallel(device=torch.device("cuda" if cuda else "cpu"))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=deadline))
+    return Parallel(dist.get_rank(), dist.get_world_size(), device)
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------ model
+
+
+def prepare(policy: nn.Module, config: ModelConfig, parallel: Parallel) -> None:
+    """Activation checkpointing and, with several ranks, FSDP2; in place. Copies for a reference are taken before.
+
+    Every decoder layer is a unit; the root unit holds the rest: norm, embeddings and head (one tensor where tied) and
+    the vision tower, so that a micro-batch without pictures needs no collective of its own. Master weights and gradient
+    sums are fp32, layers compute in ``config.dtype``. Gradients are summed over ranks and not averaged, since the loss
+    weights are already global; they are reduced after every micro-batch, so that no rank ever holds a full gradient.
+    """
+    layers = policy.model.get_decoder().layers
+    if config.activation_checkpointing:
+        for layer in layers:
+            layer.forward = _recomputed(layer.forward)
+    if parallel.world_size == 1:
+        return
+    policy.to(torch.float32)
+    mesh = init_device_mesh(parallel.device.type, (parallel.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _recomputed(forward: Callable[..., T]) -> Callable[..., T]:
+    """``forward`` that keeps only its inputs and runs again in the backward pass.
+
+    Wrapping the method and not the module keeps parameter names, and keeps FSDP's hooks outside the recomputed region.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A parameter with all its shards; collective for a sharded one."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather_full_weights(policy: nn.Module, target: nn.Module | None) -> None:
+    """Copy all weights into ``target``, an unsharded policy of the same architecture on rank 0 (None elsewhere).
+
+    One parameter at a time, so the extra memory is one gathered tensor. Collective: every rank calls it.
+    """
+    wanted = dict(target.named_parameters()) if target is not None else {}
+    for name, parameter in policy.named_parameters():
+        full = full_tensor(parameter)
+        if target is not None:
+            wanted[name].copy_(full)
+
+
+# ------------------------------------------------------------------------------------------------------ batches as bytes
+
+_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("temperature", "media", "version", "left_out"))
+
+
+def pack_batch(batch: StepBatch) -> bytes:
+    """A batch as bytes: length of a JSON header, header, raw arrays. Nothing in it can run on arrival."""
+    arrays = [np.ascontiguousarray(getattr(batch, name)) for name in _ARRAYS]
+    header = {
+        "arrays": [(array.dtype.str, array.shape) for array in arrays],
+        "media": [[[media.kind, media.path, media.frames, media.max_pixels] for media in row] for row in batch.media],
+        "temperature": batch.temperature,
+        "version": batch.version,
+        "left_out": dict(batch.left_out),
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in arrays)
+
+
+def unpack_batch(payload: bytes) -> StepBatch:
+    """The batch that ``pack_batch`` wrote."""
+    start = 8 + int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8:start])
+    arrays = {}
+    for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
+        count = math.prod(shape)
+        arrays[name] = np.frombuffer(payload, dtype=dtype, count=count, offset=start).reshape(shape)
+        start += arrays[name].nbytes
+    media = tuple(tuple(Media(*item) for item in row) for row in header["media"])
+    return StepBatch(
+        **arrays, media=media, temperature=header["temperature"], version=header["version"], left_out=header["left_out"]
+    )

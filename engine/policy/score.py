@@ -1,0 +1,74 @@
+"""Teacher-forced passes: log-probs and entropies of given responses, without gradients."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.kernels import linear_logprob
+from headrace.policy.model import PackedRows, Policy
+from headrace.policy.packing import micro_batches, take_rows
+from headrace.records import Array, StepBatch
+
+IGNORED = -100
+"""Target of a position whose next token is not a response token; the head skips it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Per-token values of a batch, aligned with its ``token_ids``; zero on prompt positions."""
+
+    logprobs: Array  # [N] fp32, nats
+    entropies: Array  # [N] fp32, nats
+
+
+def packed_rows(batch: StepBatch, device: torch.device) -> PackedRows:
+    """What the model reads of a batch."""
+    return PackedRows(
+        token_ids=torch.from_numpy(batch.token_ids).to(device, non_blocking=True),
+        cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device, non_blocking=True),
+        max_length=int(np.diff(batch.cu_seqlens).max(initial=0)),
+        media=batch.media,
+        prompts=batch.prompts,
+    )
+
+
+def predicted(values: Array) -> Array:
+    """A per-token stream [..., N] moved to the positions that predict the tokens: t - 1 gets the value of t, the last 0."""
+    out = np.zeros_like(values)
+    out[..., :-1] = values[..., 1:]
+    return out
+
+
+def predicted_targets(batch: StepBatch, chosen: Array) -> Array:
+    """Targets [N] int64 of the hidden states: the next token where it is ``chosen`` [N] bool, else ``IGNORED``."""
+    return np.where(predicted(chosen), predicted(batch.token_ids), IGNORED)
+
+
+@torch.no_grad()
+def teacher_forced(policy: Policy, rows: PackedRows, targets: Tensor, temperature: float, banned: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [N] of ``targets``, at the predicting positions; 0 where the target is ``IGNORED``."""
+    return policy(rows, lambda hidden, weight: linear_logprob(hidden, weight, targets, temperature, ignore_index=IGNORED, banned=banned))
+
+
+def score_batch(policy: Policy, batch: StepBatch, banned: Sequence[int], budget: int, device: torch.device) -> Scores:
+    """Score every response token of a batch on this rank, in micro-batches of ``budget`` tokens."""
+    logprobs, entropies = (np.zeros(len(batch.token_ids), dtype=np.float32) for _ in range(2))
+    for rows in micro_batches(batch, range(len(batch.prompts)), budget):
+        part = take_rows(batch, rows)
+        targets = torch.from_numpy(predicted_targets(part, part.response_mask)).to(device)
+        scored = teacher_forced(policy, packed_rows(part, device), targets, batch.temperature, banned)
+        at = np.concatenate([np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in rows])[1:]
+        for out, values in zip((logprobs, entropies), scored, strict=True):
+            out[at] = values[:-1].float().cpu().numpy()
+    return Scores(logprobs, entropies)
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """The policy as it is now, for a reference that never learns. Taken before sharding and activation checkpointing."""
+    reference = copy.deepcopy(policy)
+    reference.requires_grad_(False)
+    return reference

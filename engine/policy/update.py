@@ -1,0 +1,229 @@
+"""One optimizer batch: forward, backward, step. Knows per-token streams and a loss specification, no algorithm.
+
+The loss weights in a batch are already global, so micro-batches and ranks simply add up: nothing here divides.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.config import Config, LossConfig
+from headrace.kernels import Metric, PolicySpec, combine_metrics, empty_metrics, linear_policy_loss, raise_on_bad_labels, summarise_metrics
+from headrace.policy.model import PackedRows, Policy
+from headrace.policy.optimizer import Optimizer, learning_rate
+from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, take_rows
+from headrace.policy.parallel import Parallel, prepare
+from headrace.policy.score import IGNORED, frozen_copy, packed_rows, predicted, predicted_targets, teacher_forced
+from headrace.records import StepBatch
+
+
+class NonFiniteError(ValueError):
+    """The loss or the gradient is not finite; no step was taken."""
+
+
+def policy_spec(loss: LossConfig) -> PolicySpec:
+    """The kernel's specification of a configured loss."""
+    return PolicySpec(
+        kind=loss.kind,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        kl_coef=loss.kl_coef,
+        kl_kind=loss.kl_kind,
+        entropy_coef=loss.entropy_coef,
+    )
+
+
+class Learner:
+    """The policy with its optimizer. Its whole state: weights, moments, ``updates``.
+
+    Built from the starting policy, before any checkpoint is restored: with a KL term the reference is a copy of the
+    weights at that moment. ``banned_ids`` leave every softmax, as they do in the sampler.
+    """
+
+    def __init__(self, policy: Policy, config: Config, banned_ids: Sequence[int] = (), parallel: Parallel | None = None) -> None:
+        self.policy = policy
+        self.config = config
+        self.banned_ids = tuple(banned_ids)
+        self.parallel = parallel or Parallel(device=next(policy.parameters()).device)
+        self.spec = policy_spec(config.loss)
+        self.reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
+        if self.reference is not None:
+            prepare(self.reference, config.model.model_copy(update={"activation_checkpointing": False}), self.parallel)
+        prepare(policy, config.model, self.parallel)
+        self.optimizer = Optimizer(policy.trainable_parameters(), config.optimizer)
+        self.updates = 0
+        """Optimizer steps attempted so far; with the configuration it fixes the learning rate."""
+
+    def update(self, batch: StepBatch) -> dict[str, float]:
+        """Train on one batch, in ``learner.updates_per_batch`` optimizer steps, and say what happened.
+
+        Every rank passes the same batch. Metrics are those of all ranks.
+
+        Raises:
+            NonFiniteError: with ``learner.on_non_finite: stop``; weights and moments are as before the failed step.
+        """
+        started = time.perf_counter()
+        steps = [self._step(mini) for mini in split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)]
+        metrics = _mean(steps)
+        metrics["learner/tokens"] = float(len(batch.token_ids))
+        metrics["learner/response_tokens"] = float(batch.response_mask.sum())
+        metrics["learner/rows"] = float(len(batch.prompts))
+        metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
+        seconds = time.perf_counter() - started
+        return metrics | {"time/update": seconds, "learner/tokens_per_second": len(batch.token_ids) / seconds}
+
+    def _step(self, batch: StepBatch) -> dict[str, float]:
+        """One optimizer step."""
+        rate = learning_rate(self.updates, self.config.optimizer, self.config.run.steps * self.config.learner.updates_per_batch)
+        self.updates += 1
+        gradient = rows_with_gradient(batch, self.spec.has_regulariser)
+        plan = schedule(batch, gradient, self.parallel.world_size, self.config.learner.micro_batch_tokens)[self.parallel.rank]
+        started = time.perf_counter()
+        measured = [self._run(batch, micro) for micro in plan]
+        counted = [vector for vector, micro in zip(measured, plan, strict=True) if not micro.filler]
+        values, norm = self._reduce(counted, bool(gradient.any()))
+        forward_backward = time.perf_counter() - started
+        metrics = _named(values, int(batch.response_mask.sum())) | {
+            "grad_norm": norm,
+            "lr": rate,
+            "learner/micro_batches": float(sum(not micro.filler for micro in plan)),
+            "learner/rows_without_gradient": float((~gradient).sum()),
+            "learner/masked_tokens": float((batch.response_mask & ~batch.loss_mask).sum()),
+            "time/forward_backward": forward_backward,
+        }
+        taken = self._take(metrics["loss"], norm, rate) if gradient.any() else False
+        finished = time.perf_counter() - started
+        return metrics | {"learner/skipped_steps": float(not taken), "time/optimizer": finished - forward_backward}
+
+    def _run(self, batch: StepBatch, micro: MicroBatch) -> Tensor:
+        """Forward and, where asked, backward of one micro-batch; its metrics, loss and entropy sum [len(Metric) + 2]."""
+        part = take_rows(batch, micro.rows)
+        if micro.filler:
+            part = replace(part, loss_mask=np.zeros_like(part.loss_mask), loss_weight=np.zeros_like(part.loss_weight))
+        head = _Head(self, part, packed_rows(part, self.parallel.device))
+        with torch.set_grad_enabled(micro.gradient):
+            loss, vector = self.policy(head.rows, head)
+        if micro.gradient:
+            loss.backward()
+        return vector
+
+    def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
+        """Sum over micro-batches and ranks: one collective, one host sync. Vector on the host, global gradient norm."""
+        device = self.parallel.device
+        neutral = torch.cat([empty_metrics(device), torch.zeros(2, device=device)])
+        for _ in range(2):  # micro-batches of this rank, then ranks in rank order
+            metrics = combine_metrics([neutral[: len(Metric)], *(vector[: len(Metric)] for vector in vectors)])
+            sums = torch.stack([neutral[len(Metric) :], *(vector[len(Metric) :] for vector in vectors)]).sum(0)
+            vectors = list(self.parallel.gather_rows(torch.cat([metrics, sums])))
+        norm = self.optimizer.gradient_norm().to(device).reshape(1) if has_gradient else torch.zeros(1, device=device)
+        values = torch.cat([metrics, sums, norm]).cpu()
+        raise_on_bad_labels()
+        return values[:-1], float(values[-1])
+
+    def _take(self, loss: float, norm: float, rate: float) -> bool:
+        """Clip and step, unless something is not finite; every rank decides alike."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            bound = self.config.optimizer.clip_norm
+            self.optimizer.step(rate, scale=bound / (norm + 1e-6) if norm > bound else 1.0)
+            return True
+        self.optimizer.zero_grad()
+        if self.config.learner.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"optimizer step {self.updates}: the loss is {loss:g} and the gradient norm {norm:g}; the step was not taken. "
+                "Check the rewards, lower optimizer.learning_rate, or set learner.on_non_finite: skip"
+            )
+        return False
+
+
+class _Head:
+    """The loss of one micro-batch, as the head that the policy runs on its hidden states."""
+
+    def __init__(self, learner: Learner, part: StepBatch, rows: PackedRows) -> None:
+        self.learner, self.part, self.rows = learner, part, rows
+        device = learner.parallel.device
+        self.targets = torch.from_numpy(predicted_targets(part, part.response_mask)).to(device, non_blocking=True)
+        streams = np.stack([part.old_logprobs, part.advantages, part.loss_weight, part.gates])
+        self.old, self.advantages, self.weights, self.gates = torch.from_numpy(predicted(streams)).to(device, non_blocking=True)
+        self.mask = torch.from_numpy(predicted(part.loss_mask)).to(device, non_blocking=True)
+        self.reference = None
+        if learner.reference is not None:
+            self.reference, _ = teacher_forced(learner.reference, rows, self.targets, part.temperature, learner.banned_ids)
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and metrics [len(Metric) + 2] from hidden [N, D] and head weight [V, D]."""
+        result = self._loss(hidden, weight, self.learner.spec, self.targets, self.advantages, self.mask)
+        loss = result.loss
+        if self.learner.spec.has_regulariser and bool((self.part.response_mask & ~self.part.loss_mask).any()):
+            # KL and entropy terms see every response token. Those outside the numerator get them from a call of their own, which keeps
+            # their behaviour log-probs, under another distribution, out of the ratio metrics.
+            targets = torch.where(self.mask, IGNORED, self.targets)
+            loss = loss + self._loss(hidden, weight, self.regulariser, targets, torch.zeros_like(self.advantages), None).loss
+        vector = torch.cat([result.metrics, torch.stack([loss.detach().float(), result.entropies.sum()])])
+        return loss + self._anchor(), vector
+
+    @property
+    def regulariser(self) -> PolicySpec:
+        """The specification without its surrogate's demands; meant for advantage 0."""
+        return replace(self.learner.spec, kind="ppo", dual_clip=None, tis_cap=None)
+
+    def _loss(self, hidden: Tensor, weight: Tensor, spec: PolicySpec, targets: Tensor, advantages: Tensor, mask: Tensor | None):
+        return linear_policy_loss(
+            hidden,
+            weight,
+            targets,
+            self.old,
+            advantages,
+            self.weights,
+            spec,
+            gates=self.gates,
+            mask=mask,
+            ref_logprobs=self.reference,
+            cu_seqlens=self.rows.cu_seqlens,
+            temperature=self.part.temperature,
+            ignore_index=IGNORED,
+            banned=self.learner.banned_ids,
+        )
+
+    def _anchor(self) -> Tensor | float:
+        """Zero that depends on the vision tower, for a micro-batch without pictures beside ranks that have some.
+
+        FSDP reduces the gradients that exist; without it ranks would reduce different sets and hang.
+        """
+        learner = self.learner
+        if learner.parallel.world_size == 1 or not learner.config.model.train_vision or any(self.part.media):
+            return 0.0
+        tower = [parameter for name, parameter in learner.policy.named_parameters() if "visual" in name and parameter.requires_grad]
+        return sum((parameter.flatten()[0].float() * 0.0 for parameter in tower), start=torch.zeros((), device=learner.parallel.device))
+
+
+def _named(values: Tensor, response_tokens: int) -> dict[str, float]:
+    """Metrics by name from the reduced vector [len(Metric) + 2] on the host; means over unmasked tokens, entropy over all."""
+    summary = summarise_metrics(values[: len(Metric)])
+    loss, entropy = values[len(Metric) :].tolist()
+    metrics = {"loss": loss, "ppo/tokens": summary.pop("tokens")}
+    if response_tokens:
+        metrics["policy/entropy"] = entropy / response_tokens
+    if summary:
+        metrics["ppo/clip_share"] = summary["clip_low"] + summary["clip_high"] + summary["clip_dual"]
+    names = {"k1": "kl_k1", "k3": "kl_k3", "ratio": "ratio_mean", "entropy": "entropy_unmasked"}
+    return metrics | {f"ppo/{names.get(name, name)}": value for name, value in summary.items()}
+
+
+def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a batch from those of its optimizer steps: times and counts add, extremes stay, the rest is averaged."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
+        if name.startswith(("time/", "learner/")) or name == "ppo/tokens":
+            merged[name] = math.fsum(values)
+        elif name == "ppo/ratio_min":
+            merged[name] = min(values)
+        else:
+            merged[name] = max(values) if name == "ppo/ratio_max" else math.fsum(values) / len(values)
+    return merged
