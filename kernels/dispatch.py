@@ -1,0 +1,47 @@
+"""Which implementation of the row operations serves a tensor."""
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+IMPLEMENTATIONS = ("reference", "native", "triton")
+
+PREFERRED = {"cpu": "native", "cuda": "triton"}
+"""By device type; anything else, and whatever does not import here, is served by the reference."""
+
+
+def choose(device: torch.device, dtype: torch.dtype, implementation: str | None = None) -> ModuleType:
+    """The module of row operations for tensors of this device and dtype.
+
+    `implementation`, else the environment variable HEADRACE_KERNELS, names one of `IMPLEMENTATIONS` and must then be
+    available; else the device decides. float64 is always served by the reference, the only one that computes in it.
+    """
+    name = implementation or os.environ.get("HEADRACE_KERNELS") or None
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(f"kernels: implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    if dtype == torch.float64:
+        return load("reference")
+    if name is not None:
+        return load(name)
+    preferred = PREFERRED.get(device.type, "reference")
+    return load(preferred if available(preferred) else "reference")
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"headrace.kernels.{name}")
+
+
+def available(name: str) -> bool:
+    """Whether an implementation imports on this machine (its extension built, its compiler installed)."""
+    if name not in _available:
+        try:
+            load(name)
+            _available[name] = True
+        except ImportError:
+            _available[name] = False
+    return _available[name]
+
+
+_available: dict[str, bool] = {}
