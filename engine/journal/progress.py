@@ -1,0 +1,108 @@
+"""What a run shows while it goes: one live line on a terminal, a quiet plain line now and then elsewhere."""
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("reward/accuracy", "accuracy", "{:.3f}"),
+    ("policy/entropy", "entropy", "{:.2f}"),
+    ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
+)
+PLAIN_LINES = 20
+"""Lines a run prints when nobody watches."""
+
+
+class Screen:
+    """Shows the phase, the step, the main metrics and the time left.
+
+    ``total_steps`` is the length of the run. Nothing is shown when ``quiet``.
+    """
+
+    def __init__(self, name: str, total_steps: int, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self.quiet = quiet
+        self.console = console or Console(stderr=True)
+        self.step = 0
+        self._summary = ""
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._every = max(1, total_steps // PLAIN_LINES)
+        self._live: Progress | None = None
+        self._task = TaskID(0)
+
+    def _bar(self) -> Progress | None:
+        """The live line, started when first needed; None when there is no terminal."""
+        if self._live is None and not self.quiet and self.console.is_terminal:
+            self._live = Progress(
+                SpinnerColumn(),
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[count]}"),
+                TextColumn("{task.fields[summary]}", style="dim"),
+                console=self.console,
+                transient=True,
+            )
+            self._task = self._live.add_task("", total=max(self.total_steps, 1), count="", summary="")
+            self._live.start()
+        return self._live
+
+    def begin(self, phase: str) -> None:
+        """A phase starts."""
+        bar = self._bar()
+        if bar is not None:
+            count = f"step {self.step}/{self.total_steps}"
+            bar.update(
+                self._task,
+                description=escape(phase),
+                completed=self.step,
+                total=max(self.total_steps, 1),
+                count=count,
+                summary=self._summary,
+            )
+
+    def tick(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Progress inside a long phase, such as a warm start."""
+        bar = self._bar()
+        if bar is not None:
+            bar.update(
+                self._task, description=escape(phase), completed=done, total=max(total, 1), count=f"{done}/{total}", summary=escape(note)
+            )
+
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+        self.step = step
+        self._seconds.append(metrics.get("time/wall", 0.0))
+        left = (self.total_steps - step) * sum(self._seconds) / len(self._seconds)
+        values = [f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if metrics.get(key) is not None]
+        self._summary = "  ".join([*values, f"{_clock(left)} left" if step < self.total_steps else ""]).strip()
+        bar = self._bar()
+        if bar is not None:
+            bar.update(self._task, completed=step, count=f"step {step}/{self.total_steps}", summary=self._summary)
+        elif step == 1 or step % self._every == 0 or step == self.total_steps:
+            self.say(f"step {step}/{self.total_steps}  {self._summary}")
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if self.quiet:
+            return
+        if self.console.is_terminal:
+            self.console.print(escape(text), highlight=False)
+        else:
+            print(f"{self.name}: {text}", file=self.console.file or sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
