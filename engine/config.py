@@ -392,5 +392,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        faults = [f"{path}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})" for fault in error.errors()]
+        faults = [
+            f"{path}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})"
+            for fault in error.errors()
+        ]
         raise ConfigError("\n".join(faults)) from None

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from headrace.config import Config
 from headrace.credit.advantage import group_advantages
 from headrace.encoding import Encoder
@@ -30,13 +32,17 @@ class Drawn:
     fates: dict[Key, str]
     """How each admitted question of the step ends, once the update is done."""
 
-    def counts(self) -> dict[str, float]:
-        """Questions by fate and failed rollouts by reason, as metrics."""
+    def counts(self, version: int) -> dict[str, float]:
+        """Questions by fate, failed rollouts by reason and the lag of tokens behind ``version``, as metrics."""
+        rollouts = [rollout for group in self.sampled for rollout in group.rollouts]
         questions = Counter(self.fates.values())
-        failures = Counter(rollout.failure for group in self.sampled for rollout in group.rollouts if rollout.failure)
+        failures = Counter(rollout.failure for rollout in rollouts if rollout.failure)
+        lags = version - np.concatenate([rollout.completion.versions for rollout in rollouts] or [np.array([version])])
         return {
             **{f"questions/{fate}": float(count) for fate, count in sorted(questions.items())},
             **{f"reward/failed_{reason}": float(count) for reason, count in sorted(failures.items())},
+            "staleness/mean": float(lags.mean()) if len(lags) else 0.0,
+            "staleness/max": float(lags.max(initial=0)),
         }
 
 

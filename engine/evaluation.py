@@ -77,12 +77,17 @@ async def evaluate(prompts: Sequence[Prompt], engine: Engine, scorer: Scorer, en
     requests = [request for prompt in prompts for request in _requests(prompt, config)]
     completions = await engine.sample(requests)
     rollouts = [
-        Rollout(index=request.index, wave=1, arm="free", completion=completion, text=encoder.response_text(request.prompt, completion.token_ids))
+        Rollout(
+            index=request.index, wave=1, arm="free", completion=completion, text=encoder.response_text(request.prompt, completion.token_ids)
+        )
         for request, completion in zip(requests, completions, strict=True)
     ]
     size = config.evaluation.samples + 1
     scored = await asyncio.gather(
-        *(scorer.score(prompt.question, rollouts[start : start + size]) for prompt, start in zip(prompts, range(0, len(rollouts), size), strict=True))
+        *(
+            scorer.score(prompt.question, rollouts[start : start + size])
+            for prompt, start in zip(prompts, range(0, len(rollouts), size), strict=True)
+        )
     )
     rows = [_judge(prompt, group, config.reward.contract) for prompt, group in zip(prompts, scored, strict=True)]
     by_hops: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -28,7 +28,9 @@ def test_shipped_configurations_load(path: Path) -> None:
 
 
 def test_overrides_are_yaml(minimal: Path) -> None:
-    config = load_config(minimal, ["run.steps=7", "sampling.cge={threshold: 0.9}", "sampling.cge.max_mean=0.5", "optimizer.learning_rate=2e-4"])
+    config = load_config(
+        minimal, ["run.steps=7", "sampling.cge={threshold: 0.9}", "sampling.cge.max_mean=0.5", "optimizer.learning_rate=2e-4"]
+    )
     assert (config.run.steps, config.sampling.cge.threshold, config.sampling.cge.max_mean) == (7, 0.9, 0.5)
     assert config.optimizer.learning_rate == 2e-4
 

@@ -39,7 +39,11 @@ def test_wheel_imports_from_a_bare_folder(distributions: Path, tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
     code = "import headrace, headrace.kernels, headrace.bench; print(headrace.__file__)"
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {code}"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {code}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert str(tmp_path / "site") in done.stdout
 
