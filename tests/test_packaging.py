@@ -30,7 +30,8 @@ def test_wheel_holds_the_packages_and_nothing_else(distributions: Path) -> None:
 
 def test_sdist_carries_the_sources(distributions: Path) -> None:
     (sdist,) = distributions.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "engine/trainer.py", "kernels/__init__.py", "csrc/bindings.cpp", "LICENSE"} <= names
 
 
@@ -57,7 +58,7 @@ def test_python_dash_m(module: str, tmp_path: Path) -> None:
 
 def test_transformers_works_from_the_repository_root() -> None:
     """A folder called ``kernels`` must not be taken for the distribution of that name, which transformers probes for."""
-    code = "import transformers; from transformers import Qwen3ForCausalLM; from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    code = "from transformers import Qwen3ForCausalLM; from transformers.utils import is_kernels_available; print(is_kernels_available())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("False")
