@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+
 from headrace import load_config
 from headrace.config import Config, ConfigError
 
