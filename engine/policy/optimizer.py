@@ -74,6 +74,10 @@ class Optimizer:
             if master is not self._parameters[name]:
                 self._parameters[name].copy_(master)
 
+    def pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Every trained parameter with its master, which may be itself."""
+        return [(self._parameters[name], master) for name, master in self.masters.items()]
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Moments and step counts by parameter name; the tensors themselves, so that a checkpoint loads in place."""
         return {name: dict(self._adam.state[master]) for name, master in self.masters.items()}

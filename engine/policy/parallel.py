@@ -7,9 +7,8 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,10 +87,17 @@ class Parallel:
             raise failure if failure is not None else OSError(text)
 
 
-def start(deadline: float = 600.0) -> Parallel:
+def of_policy(policy: nn.Module) -> Parallel:
+    """The ranks that share a policy: all of them when it is sharded, else this process alone."""
+    device = next(policy.parameters()).device
+    return Parallel(dist.get_rank(), dist.get_world_size(), device) if isinstance(policy, FSDPModule) else Parallel(device=device)
+
+
+def start(deadline: float = 3600.0) -> Parallel:
     """Join the ranks that ``torchrun`` started, or be the only one.
 
-    ``deadline``: seconds after which a collective that some rank never joins ends in an error instead of a hang.
+    ``deadline``: seconds after which a collective that some rank never joins ends in an error instead of a hang. Longer
+    than a step's sampling, which the other ranks spend waiting for the batch.
     """
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -194,12 +200,11 @@ def unpack_batch(payload: bytes) -> StepBatch:
     """The batch that ``pack_batch`` wrote."""
     start = 8 + int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8:start])
+    memory = bytearray(payload)  # writable, as torch wants it
     arrays = {}
     for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
         count = math.prod(shape)
-        arrays[name] = np.frombuffer(payload, dtype=dtype, count=count, offset=start).reshape(shape)
+        arrays[name] = np.frombuffer(memory, dtype=dtype, count=count, offset=start).reshape(shape)
         start += arrays[name].nbytes
     media = tuple(tuple(Media(*item) for item in row) for row in header["media"])
-    return StepBatch(
-        **arrays, media=media, temperature=header["temperature"], version=header["version"], left_out=header["left_out"]
-    )
+    return StepBatch(**arrays, media=media, temperature=header["temperature"], version=header["version"], left_out=header["left_out"])

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,9 @@ class Learner:
             NonFiniteError: with ``learner.on_non_finite: stop``; weights and moments are as before the failed step.
         """
         started = time.perf_counter()
-        steps = [self._step(mini) for mini in split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)]
+        steps = [
+            self._step(mini) for mini in split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)
+        ]
         metrics = _mean(steps)
         metrics["learner/tokens"] = float(len(batch.token_ids))
         metrics["learner/response_tokens"] = float(batch.response_mask.sum())
@@ -77,6 +80,26 @@ class Learner:
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
         seconds = time.perf_counter() - started
         return metrics | {"time/update": seconds, "learner/tokens_per_second": len(batch.token_ids) / seconds}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights (fp32 masters where there are any) and moments by name: the live tensors, loaded in place.
+
+        Tied weights appear once. ``load_counters`` completes a load.
+        """
+        masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
+        weights = {name: masters.get(id(parameter), parameter.detach()) for name, parameter in self.policy.named_parameters()}
+        parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in self.policy.state_dict().items() if name not in parameters}
+        return {"model": weights | buffers, "optimizer": self.optimizer.state_dict()}
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps besides tensors."""
+        return {"updates": self.updates}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Finish a load: counters, and masters rounded into the parameters."""
+        self.updates = counters["updates"]
+        self.optimizer.publish()
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         """One optimizer step."""
