@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.kernels.gemm import logits_of, statistics_dtype
 from headrace.records import Prompt
-from headrace.sampling.key_values import KeyValues, prefill_cache
+from headrace.sampling.attention import NAME as SHARED_ATTENTION
+from headrace.sampling.attention import SharedPrompts, Sharing
+from headrace.sampling.key_values import ResponseCache, prefill_cache
 
 PREFILL_TOKENS = 16_384
 """Prompt tokens run in one pass; bounds the activations. A longer prompt gets a pass of its own."""
@@ -45,33 +46,30 @@ class RowDecoder:
 
         Args:
             prompts: distinct prompts.
-            owners: [B] prompt of each row, ascending; every prompt owns a row.
+            owners: [B] prompt of each row; every prompt owns a row.
             new_tokens: most tokens that will be fed to any row.
         """
-        lengths = [len(prompt.token_ids) for prompt in prompts]
         self.decoder = policy.model.get_decoder()
         self.head = policy.head_weight
         self.device = self.head.device
-        self.columns = max(lengths)
-        owner = torch.tensor(owners, device=self.device)
-        reserved = self.columns + min(new_tokens, RESERVED_TOKENS)
-        self.cache: KeyValues | None = None
-        hidden, following = [], []
+        self.owners = list(owners)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        longest = max(lengths)
+        hidden, following, parts = [], [], []
         for first, stop in _passes(lengths):
             inputs = policy.prefill_inputs(prompts[first:stop])
-            prefilled = prefill_cache()
-            output = self.decoder(**inputs, past_key_values=prefilled, use_cache=True).last_hidden_state[0]  # [N, D]
+            cache = prefill_cache()
+            output = self.decoder(**inputs, past_key_values=cache, use_cache=True).last_hidden_state[0]  # [N, D]
             ends = torch.tensor(lengths[first:stop], device=self.device).cumsum(0)
             hidden.append(output[ends - 1])
             following += _next_positions(inputs["position_ids"], lengths[first:stop])
-            row, last_row = bisect_left(owners, first), bisect_left(owners, stop)
-            if self.cache is None:
-                self.cache = KeyValues(prefilled, len(owners), reserved)
-            self.cache.load(prefilled, row, self._columns_of(ends[owner[row:last_row] - first]))
+            columns = torch.arange(longest, device=self.device) + (ends - longest)[:, None]
+            parts.append([(_padded(layer.keys, columns), _padded(layer.values, columns)) for layer in cache.layers])
+        layers = [tuple(torch.cat(sides) for sides in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
+        self.prompts = SharedPrompts(layers, _padding_mask(lengths, self.device), Sharing.of(owners, len(prompts), self.device))
+        self.cache = ResponseCache(cache, len(owners), min(new_tokens, RESERVED_TOKENS))
+        owner = torch.tensor(owners, device=self.device)
         self.positions = torch.stack(following)[owner][:, None]  # [B, 1] of the next token
-        self.hidden_columns = (
-            self._hidden_columns(torch.tensor(lengths, device=self.device)[owner], reserved) if min(lengths) < self.columns else None
-        )
         self.logits = self._logits(torch.cat(hidden)).index_select(0, owner)
 
     def step(self, tokens: Tensor) -> None:
@@ -80,14 +78,15 @@ class RowDecoder:
         Args:
             tokens: [B] int64.
         """
-        self.columns += 1
-        output = self.decoder(
-            input_ids=tokens[:, None],
-            position_ids=self.positions,
-            attention_mask=self._attention_mask(),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        config = self.decoder.config
+        attention = config._attn_implementation
+        config._attn_implementation = SHARED_ATTENTION
+        try:
+            output = self.decoder(
+                input_ids=tokens[:, None], position_ids=self.positions, past_key_values=self.cache, use_cache=True, prompts=self.prompts
+            )
+        finally:
+            config._attn_implementation = attention
         self.positions = self.positions + 1
         self.logits = self._logits(output.last_hidden_state[:, 0])
 
@@ -100,36 +99,30 @@ class RowDecoder:
         Returns:
             the kept rows in their new order: row k is what row result[k] was.
         """
-        staying, movers = (list(part) for part in (rows[: bisect_left(rows, len(rows))], rows[bisect_left(rows, len(rows)) :]))
-        holes = sorted(set(range(len(rows))) - set(staying))
+        staying = bisect_left(rows, len(rows))
+        movers = list(rows[staying:])
+        holes = sorted(set(range(len(rows))) - set(rows[:staying]))
         order = list(range(len(rows)))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         index = torch.tensor(order, device=self.device)
-        assert self.cache is not None
         self.cache.keep(torch.tensor(holes, device=self.device), torch.tensor(movers, device=self.device), len(rows))
+        self.owners = [self.owners[row] for row in order]
+        self._keep_prompts()
         self.positions = self.positions[index]
-        if self.hidden_columns is not None:
-            self.hidden_columns = self.hidden_columns[index]
         self.logits = self.logits[index]
         return order
 
-    def _columns_of(self, ends: Tensor) -> Tensor:
-        """[R, P] packed position behind each column of rows whose prompts end before `ends`; unused columns hold any."""
-        return (ends[:, None] - self.columns + torch.arange(self.columns, device=self.device)).clamp_(min=0)
-
-    def _hidden_columns(self, lengths: Tensor, reserved: int) -> Tensor:
-        """[B, 1, 1, reserved] additive attention mask that hides the unused columns on the left."""
-        unused = torch.arange(reserved, device=self.device) < (self.columns - lengths)[:, None]
-        mask = torch.zeros(unused.shape, dtype=self.head.dtype, device=self.device).masked_fill_(unused, -torch.inf)
-        return mask[:, None, None]
-
-    def _attention_mask(self) -> Tensor | None:
-        if self.hidden_columns is None:
-            return None
-        if self.columns > self.hidden_columns.shape[-1]:
-            self.hidden_columns = F.pad(self.hidden_columns, (0, self.columns // 2))
-        return self.hidden_columns[..., : self.columns]
+    def _keep_prompts(self) -> None:
+        """Forget prompts that no row needs."""
+        layers, mask, count = self.prompts.layers, self.prompts.mask, self.prompts.sharing.prompts
+        needed = sorted(set(self.owners))
+        if len(needed) < count:
+            index = torch.tensor(needed, device=self.device)
+            layers = [(keys.index_select(0, index), values.index_select(0, index)) for keys, values in layers]
+            mask = None if mask is None else mask.index_select(0, index)
+            self.owners = [bisect_left(needed, owner) for owner in self.owners]
+        self.prompts = SharedPrompts(layers, mask, Sharing.of(self.owners, len(needed), self.device))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, D] -> [B, V]."""
@@ -146,6 +139,25 @@ def _passes(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
             first, total = number, 0
         total += length
     yield first, len(lengths)
+
+
+def _padded(packed: Tensor, columns: Tensor) -> Tensor:
+    """[1, Hkv, N, d] -> [U, Hkv, P, d]: prompts aligned on the right; what lies left of a prompt is its neighbour or its first column.
+
+    Args:
+        columns: [U, P] packed position of each column, negative or a neighbour's in the padding.
+    """
+    picked = packed[0].index_select(1, columns.clamp(min=0).flatten()).unflatten(1, columns.shape)
+    return picked.transpose(0, 1).contiguous()
+
+
+def _padding_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    """[U, 1, 1, P] additive mask that hides the columns left of each prompt."""
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return None
+    padding = torch.arange(longest, device=device) < longest - torch.tensor(lengths, device=device)[:, None]
+    return torch.zeros(padding.shape, device=device).masked_fill_(padding, -torch.inf)[:, None, None]
 
 
 def _next_positions(position_ids: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -1,8 +1,7 @@
-"""Keys and values of rows that grow together: one buffer per layer, written in place.
+"""Keys and values of responses that grow together: one buffer per layer, written in place.
 
-Rows are right-aligned: all end at the same column, so a step writes one column for every row, and shorter prompts have
-unused columns on the left, which the attention mask hides. Buffers grow by half when full, so long limits cost nothing
-until they are used.
+All rows are equally long, so a step writes one column. Buffers grow by half when full: a long token limit costs nothing until it is
+used.
 """
 
 import torch
@@ -25,26 +24,12 @@ class GrowingLayer(CacheLayerMixin):
     def __init__(self, template: Tensor, rows: int, capacity: int) -> None:
         super().__init__()
         heads, width = template.shape[1], template.shape[3]
-        self.keys: Tensor = template.new_zeros(rows, heads, capacity, width)
-        self.values: Tensor = torch.zeros_like(self.keys)
+        self.keys: Tensor = template.new_empty(rows, heads, capacity, width)
+        self.values: Tensor = torch.empty_like(self.keys)
         self.rows, self.length, self.is_initialized = rows, 0, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The buffers exist from the start."""
-
-    def load(self, keys: Tensor, values: Tensor, first: int, source: Tensor) -> None:
-        """Fill the leading columns of rows from packed prompts.
-
-        Args:
-            keys, values: [1, Hkv, N, d] of packed prompts.
-            first: first row to fill.
-            source: [R, P] packed position that each column of each row comes from.
-        """
-        rows, columns = source.shape
-        for buffer, packed in ((self.keys, keys), (self.values, values)):
-            picked = packed[0].index_select(1, source.flatten()).unflatten(1, (rows, columns))  # [Hkv, R, P, d]
-            buffer[first : first + rows, :, :columns] = picked.transpose(0, 1)
-        self.length = columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Append [rows, Hkv, new, d] and return all columns so far."""
@@ -60,7 +45,7 @@ class GrowingLayer(CacheLayerMixin):
         capacity = max(needed, int(self.length * GROWTH))
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)[: self.rows]
-            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+            new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
 
@@ -82,18 +67,13 @@ class GrowingLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
 
-class KeyValues(Cache):
-    """Keys and values of all layers."""
+class ResponseCache(Cache):
+    """Keys and values of the responses in all layers."""
 
     layers: list[GrowingLayer]
 
     def __init__(self, template: Cache, rows: int, capacity: int) -> None:
         super().__init__(layers=[GrowingLayer(layer.keys, rows, capacity) for layer in template.layers])
-
-    def load(self, prefilled: Cache, first: int, source: Tensor) -> None:
-        """See `GrowingLayer.load`."""
-        for layer, packed in zip(self.layers, prefilled.layers, strict=True):
-            layer.load(packed.keys, packed.values, first, source)
 
     def keep(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         """See `GrowingLayer.keep`."""

@@ -90,7 +90,7 @@ class _Drawing:
         device = engine.policy.head_weight.device
         self._seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device)
         self._temperatures = torch.tensor([request.parameters.temperature for request in requests], dtype=torch.float32, device=device)
-        self._limits = torch.from_numpy(self.thresholds).to(device)
+        self._thresholds = torch.from_numpy(self.thresholds).to(device)
         filters = [FILTERS.index(request.mask.token_filter) if request.mask else 0 for request in requests]
         self._filters = torch.tensor(filters, device=device)
         self._spared = torch.from_numpy(engine._spared).to(device)
@@ -149,7 +149,7 @@ class _Drawing:
             allowed &= ~self._spared[self._filters, logits.argmax(1)]
         positions = torch.full_like(self._seeds, position)
         return top_token_sample(
-            logits, allowed, self._limits, self._seeds, positions, self._temperatures, top_k=self._top_k, top_p=self._top_p
+            logits, allowed, self._thresholds, self._seeds, positions, self._temperatures, top_k=self._top_k, top_p=self._top_p
         )
 
     def _compact(self, decoder: RowDecoder) -> None:
@@ -158,7 +158,7 @@ class _Drawing:
         self.rows, self.live = self.rows[order], self.live[order]
         index = torch.tensor(order, device=self._seeds.device)
         self._fed, self._seeds, self._temperatures = self._fed[index], self._seeds[index], self._temperatures[index]
-        self._limits, self._filters = self._limits[index], self._filters[index]
+        self._thresholds, self._filters = self._thresholds[index], self._filters[index]
 
     def _completions(self) -> list[Completion]:
         version = self.engine.version()
@@ -219,10 +219,11 @@ def _batches(requests: Sequence[SampleRequest], batch_rows: int) -> Iterator[lis
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Without gradients and in evaluation mode: in training mode activation checkpointing would refuse the cache."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
