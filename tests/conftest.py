@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+import headrace  # noqa: F401  before any test imports transformers: lets torchvision import beside CPU torch
+
 torch.set_num_threads(1)
 
 
