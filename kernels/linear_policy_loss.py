@@ -48,7 +48,7 @@ def linear_policy_loss(
       get log-prob and entropy, but take no part in the two products of the backward pass.
     * gspo keeps a sequence in one chunk. A sequence longer than `chunk` has its logits formed a second time.
     * The weight's gradient is accumulated in fp32 over chunks and cast once.
-    * Gradients are formed in the forward, unless none is wanted, and handed over by one backward.
+    * Gradients are formed in the forward, unless none is wanted; the backward hands them over.
 
     Returns:
         PolicyLoss(loss, metrics, logprobs, entropies), the last three detached.
@@ -105,7 +105,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
         values = hidden.detach()
         wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
         if any(wanted):
-            state, ctx.gradients = _score_and_differentiate(batch, values, *wanted)
+            state, gradients = _score_and_differentiate(batch, values, *wanted)
+            ctx.save_for_backward(*gradients)
+            ctx.dtypes = hidden.dtype, weight.dtype
         else:
             kept = values if batch.rows is None else values[batch.rows]
             state = batch.head.score(kept, batch.targets, batch.inv_temperature)
@@ -121,17 +123,18 @@ class _LinearPolicyLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         if grad_loss is None:
             return None, None, None, None
-        if ctx.gradients is None:
-            raise RuntimeError("linear_policy_loss hands its gradients over once; call it again for a second backward")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(scale(gradient, grad_loss) for gradient in gradients), None, None
+        gradients = (
+            None if gradient is None else scale(gradient, grad_loss, dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *gradients, None, None
 
 
-def scale(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """gradient · factor; on a CPU, where looking is free, the usual factor of one costs nothing."""
-    if gradient is None or (factor.device.type == "cpu" and factor.item() == 1.0):
-        return gradient
-    return gradient.mul_(factor.to(gradient.dtype))
+def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient · factor in the dtype of its parameter. On a CPU, where looking is free, the usual factor of one costs nothing."""
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return gradient.to(dtype)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _score_and_differentiate(batch: _Batch, hidden: Tensor, wants_hidden: bool, wants_weight: bool):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.reference.noise import gumbel
-from headrace.kernels.reference.top_token_rows import leader, without, working_copy
+from headrace.kernels.reference.top_token_rows import leader, logprob_at, without, working_copy
 from headrace.kernels.top_token_records import TopTokenSample
 
 
@@ -30,9 +30,8 @@ def truncate(
     kept = keep_probable(keep_largest(kept, top_k), top_p)
     token = leader(kept + gumbel(seeds, positions, scores.shape[1], scores.dtype))[1]
     token = torch.where(greedy, sample.token, token)
-    chosen = scaled.gather(1, token[:, None]).squeeze(1)
-    logprob = torch.where(greedy, 0, chosen - torch.logsumexp(kept, dim=1))
-    raw = torch.where(greedy, sample.raw_logprob, chosen - torch.logsumexp(scaled, dim=1))
+    logprob = torch.where(greedy, 0, logprob_at(kept, token))
+    raw = torch.where(greedy, sample.raw_logprob, logprob_at(scaled, token))
     return sample._replace(token=token, logprob=logprob, raw_logprob=raw)
 
 

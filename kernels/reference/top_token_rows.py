@@ -17,15 +17,19 @@ def top_token(
     """Which rows lose their top token."""
     scores = working_copy(logits, banned)
     top, top_id = leader(scores)
-    rest = torch.logsumexp(without(scores, top_id), dim=1)
-    # Against its own maximum the rest keeps its digits however close p* is to one.
-    raw = top + (rest - top).exp().log1p()
-    raw = torch.where(torch.isneginf(top), top, raw)
-    top_prob = torch.where(torch.isneginf(top), 0, (top - raw).exp())
-    fired = eligible & exceeds(top_prob, threshold) & (rest > -torch.inf)
+    rest = without(scores, top_id)
+    second = leader(rest)[0]
+    # The rest is summed against its own maximum, so it keeps its digits however far below the top it lies.
+    log_rest = mass_above(rest, second).log()
+    odds = second - top + log_rest
+    top_prob = odds.exp().add(1).reciprocal()
+    raw = top + odds.exp().log1p()
+    empty = torch.isneginf(top)
+    top_prob, raw = torch.where(empty, 0, top_prob), torch.where(empty, top, raw)
+    fired = eligible & exceeds(top_prob, threshold) & (second > -torch.inf)
     if spared is not None:
         fired &= ~spared[top_id]
-    return TopTokenMask(fired, top_id, top_prob, raw, torch.where(fired, rest, raw))
+    return TopTokenMask(fired, top_id, top_prob, raw, torch.where(fired, second + log_rest, raw))
 
 
 def top_token_sample(
@@ -46,9 +50,8 @@ def top_token_sample(
     open_ = torch.where(mask.fired[:, None], without(scaled, mask.top_id), scaled)
     noise = gumbel(seeds, positions, scores.shape[1], scores.dtype)
     token = leader(open_ + torch.where(greedy[:, None], 0, noise))[1]
-    chosen = scaled.gather(1, token[:, None]).squeeze(1)
-    logprob = torch.where(greedy, 0, chosen - torch.logsumexp(open_, dim=1))
-    raw_logprob = chosen - torch.logsumexp(scaled, dim=1)
+    logprob = torch.where(greedy, 0, logprob_at(open_, token))
+    raw_logprob = logprob_at(scaled, token)
     lost = mask.raw_lse.isnan() | mask.raw_lse.isneginf()
     nothing = torch.nan
     return TopTokenSample(
@@ -77,6 +80,17 @@ def leader(scores: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.where(scores.isnan(), -torch.inf, scores)
     top = values.amax(1)
     return top, (values == top[:, None]).to(torch.uint8).argmax(1)
+
+
+def mass_above(scores: Tensor, base: Tensor) -> Tensor:
+    """Σ e^(score − base); 0 for a row without finite scores."""
+    return (scores - torch.where(torch.isneginf(base), 0, base)[:, None]).exp().sum(1)
+
+
+def logprob_at(scores: Tensor, ids: Tensor) -> Tensor:
+    """Log-prob of one entry of each row, from differences to the row's maximum so that a common shift costs no digits."""
+    top = leader(scores)[0]
+    return scores.gather(1, ids[:, None]).squeeze(1) - top - mass_above(scores, top).log()
 
 
 def without(scores: Tensor, ids: Tensor) -> Tensor:
