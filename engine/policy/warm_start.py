@@ -31,7 +31,7 @@ def warm_start(
     seed: int,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Train ``policy`` in place: token-mean cross-entropy on response tokens, ``config.steps`` clean and then ``config.noisy_steps`` noisy steps.
+    """Train ``policy`` in place: token-mean cross-entropy on response tokens, clean steps first and then noisy ones.
 
     The vision tower learns too if the policy was loaded with it trainable. The same inputs give the same bits.
 
