@@ -33,6 +33,8 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase, tuple[int,
     Raises:
         ValueError: the directory has no tokenizer.
     """
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(f"{directory}: no usable tokenizer (neither tokenizer.json nor tokenizer_config.json is there)")
     try:
         loader = media_loader(directory)
         tokenizer = loader.processor.tokenizer if loader is not None else AutoTokenizer.from_pretrained(directory)
@@ -45,7 +47,7 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase, tuple[int,
 
 def single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     """Id of the one token that ``text`` is, or None."""
-    index = tokenizer.convert_tokens_to_ids(text)
+    index: Any = tokenizer.convert_tokens_to_ids(text)
     if index is None or index == tokenizer.unk_token_id:
         return None
     return index if tokenizer.encode(text, add_special_tokens=False) == [index] else None
@@ -71,7 +73,7 @@ def media_ids(config: PreTrainedConfig) -> dict[str, int]:
     return {name: index for name, index in found.items() if index is not None}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Encoder:
     """Tokenizer, processor and chat template of one model directory."""
 
@@ -129,7 +131,7 @@ class Encoder:
     def lexical(self) -> np.ndarray:
         """bool [vocab_size]: tokens the ``lexical`` filter lets be masked: with a letter, not special, no tag (SPEC 4.3)."""
         allowed = np.zeros(self.vocab_size, dtype=bool)
-        excluded = {*self.banned_ids, *self.eos_ids, *self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        excluded: set[int | None] = {*self.banned_ids, *self.eos_ids, *self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         excluded |= {single_token(self.tokenizer, tag) for tag in CONTENT_TAGS}
         ids = [index for index in range(len(self.tokenizer)) if index not in excluded]
         texts = self.tokenizer.batch_decode([[index] for index in ids], clean_up_tokenization_spaces=False)
@@ -148,7 +150,10 @@ class Encoder:
         except ValueError as error:
             raise ValueError(f"question {question.id}: {error}") from None
         prefilled = text.rstrip().endswith(THINK_OPEN)
-        ids = self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise ValueError(f"question {question.id}: cannot be tokenized ({error})") from None
         if self.think_prefill and not prefilled:
             assert self.think_open is not None
             ids.append(self.think_open)
@@ -171,7 +176,8 @@ class Encoder:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray | Tensor) -> str:
         """Text of the tokens, special tokens kept."""
-        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ids = np.asarray(token_ids).tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; empty for an id beyond the tokenizer."""
@@ -205,8 +211,8 @@ class Encoder:
             if question.media:
                 raise ValueError(f"it has media, but {self.directory} has no chat template to place them")
             return "\n\n".join(message["content"] for message in messages)
-        template = self.tokenizer if self.processor is None else self.processor
-        text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        template: Any = self.tokenizer if self.processor is None else self.processor
+        text: str = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._expand(text, question.media) if question.media else text
 
     @cached_property

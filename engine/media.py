@@ -1,4 +1,4 @@
-"""Pixels by reference: a picture or clip is loaded where it is used, turned into the vision tower's patches, and kept in a bounded cache."""
+"""Pixels by reference: a picture or clip is loaded where it is used, cut into the vision tower's patches, and kept in a bounded cache."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

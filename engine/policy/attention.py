@@ -125,15 +125,18 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1, 0 if causal else -1)
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window, enable_gqa=grouped)
+        output: Any = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window, enable_gqa=grouped
+        )
+        return output
     if not causal:
         raise NotImplementedError("bidirectional attention over packed rows needs CUDA and half precision")
     buckets = row_buckets(cu_seqlens) if buckets is None else buckets
-    padded = zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True)
-    outputs = [
-        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in rows), is_causal=True, scale=scale, enable_gqa=grouped).transpose(1, 2)
-        for rows in padded
-    ]
+    outputs = []
+    for rows in zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True):
+        qb, kb, vb = (x.transpose(1, 2) for x in rows)  # [rows, heads, length, d]
+        output = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=grouped)
+        outputs.append(output.transpose(1, 2))
     return _Unpad.apply(buckets, q.shape[0], *outputs)
 
 
@@ -174,8 +177,8 @@ def attention_forward(
     if cu_seqlens is not None:
         max_length = options["max_length"]
         _refuse_unsupported(module, max_length, options)
-        rows = (x[0].transpose(0, 1) for x in (query, key, value))
-        return varlen_attention(*rows, cu_seqlens, max_length, scale=scale, buckets=options.get("buckets")).unsqueeze(0), None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return varlen_attention(q, k, v, cu_seqlens, max_length, scale=scale, buckets=options.get("buckets")).unsqueeze(0), None
     _refuse_unsupported(module, key.shape[2], options)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and attention_mask is not None:  # the fused CUDA kernels take a mask or grouped heads, not both

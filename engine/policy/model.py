@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import ModelConfig
 from headrace.encoding import load_tokenizer
@@ -72,7 +74,7 @@ class Policy(nn.Module):
         """
         directory = Path(directory)
         _, added = load_tokenizer(directory)
-        model = _read_model(directory, getattr(torch, config.dtype))
+        model: Any = _read_model(directory, getattr(torch, config.dtype))
         _check_packing(model, directory)
         if added:
             _add_rows(model, added)
@@ -209,7 +211,7 @@ class _Vision:
         token_ids, bounds = rows.token_ids.cpu(), rows.cu_seqlens.tolist()
         heads: dict[int, Tensor] = {}
         parts = []
-        for row, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for row, (start, stop) in enumerate(pairwise(bounds)):
             prompt = -1 - row if rows.prompts is None else int(rows.prompts[row])
             media = rows.media[row] if rows.media else ()
             if prompt not in heads:
@@ -236,10 +238,11 @@ class _Vision:
 
 def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with packed attention in its text part and torch's own in the vision tower; safetensors only."""
+    disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(directory)
         visual = hasattr(config, "vision_config")
-        family = AutoModelForImageTextToText if visual else AutoModelForCausalLM
+        family: Any = AutoModelForImageTextToText if visual else AutoModelForCausalLM
         implementation = {"text_config": attention.NAME, "vision_config": "sdpa"} if visual else attention.NAME
         model, report = family.from_pretrained(
             directory, dtype=dtype, attn_implementation=implementation, use_safetensors=True, output_loading_info=True
@@ -258,7 +261,7 @@ def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _add_rows(model: PreTrainedModel, added: Sequence[int]) -> None:
+def _add_rows(model: Any, added: Sequence[int]) -> None:
     """Give added tokens rows in embedding and head: the mean of the rows before them."""
     rows = model.get_input_embeddings().weight.shape[0]
     if max(added) >= rows:

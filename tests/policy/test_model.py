@@ -25,7 +25,14 @@ from headrace.encoding import Encoder
 from headrace.policy.model import PackedRows, Policy
 from headrace.records import Prompt, Question
 
-SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def save_tokenizer(directory, tags=("<think>", "</think>"), words=30):
