@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict
 
 import yaml
+
 from headrace.config import Config
 from headrace.journal.alerts import Alerts
 from headrace.journal.mask import mask_counts

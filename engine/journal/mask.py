@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from headrace.records import Array, MaskTrace, Rollout
 
 LEAST_REST = 1e-3
@@ -114,10 +115,17 @@ class MaskCounts:
     pairs: Counter[tuple[str, str]]
     positions: Counter[int]
 
-    def __add__(self, other: "MaskCounts") -> "MaskCounts":
-        return MaskCounts(
-            self.removed + other.removed, self.drawn + other.drawn, self.pairs + other.pairs, self.positions + other.positions
-        )
+    def add(self, other: "MaskCounts") -> None:
+        """Count another step in."""
+        self.removed.update(other.removed)
+        self.drawn.update(other.drawn)
+        self.pairs.update(other.pairs)
+        self.positions.update(other.positions)
+
+    def median_position(self) -> float:
+        """Median of the masked positions; NaN without any."""
+        where = np.array(sorted(self.positions), dtype=np.int64)
+        return float(np.median(np.repeat(where, [self.positions[position] for position in where.tolist()]))) if len(where) else float("nan")
 
     def row(self) -> dict[str, Any]:
         """A JSON row, most frequent first."""

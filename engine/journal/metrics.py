@@ -9,10 +9,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from headrace.journal.mask import mask_metrics
 from headrace.records import Array, Group, Rollout
 
 Metrics = dict[str, float]
+
+_ARM_DENOMINATORS = {
+    "restored": "groups_n",
+    "solves_new": "groups_n",
+    "broke_all_correct": "all_correct_groups_n",
+    "cracked_all_incorrect": "all_incorrect_groups_n",
+}
+DENOMINATORS = {
+    **{f"{arm}/{name}": f"{arm}/{count}" for arm in ("cge", "control") for name, count in _ARM_DENOMINATORS.items()},
+    **{f"cge/{name}": "group/n" for name in ("all_incorrect", "all_correct", "mixed", "intervened")},
+    **{f"group/{name}": "group/n" for name in ("grad_first_wave", "grad_both", "pass_first_wave", "pass_all")},
+    "cge/threshold_share": "cge/examined_n",
+    "len/clipped_share": "reward/rollouts_n",
+    "mask/first_100": "mask/positions_n",
+    "mask/beyond_400": "mask/positions_n",
+    **{
+        f"mask/{name}": "mask/traced_n"
+        for name in ("top_prob_over_99", "runner_up_majority", "drawn_second", "drawn_second_or_third", "drawn_outside_8")
+    },
+}
+"""Every rate's denominator; its numerator is the rate's own name with ``_n``."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from headrace.config import Config
 from headrace.records import Arm, Completion, Group, MaskTrace, Prompt, Question, Reward, Rollout
 

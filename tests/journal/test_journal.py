@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from journal_builders import config, group
+from rich.console import Console
+
 from headrace.config import Config
 from headrace.journal.journal import Journal
 from headrace.journal.progress import Screen
 from headrace.journal.store import JournalError, Table, write_text
-from journal_builders import config, group
-from rich.console import Console
 
 GROUPS = [group([0, 0], [1, 0], name="a"), group([1, 0], [1, 0], name="b"), group([1, 1], [1, 0], "control", name="c")]
 TABLES = ("metrics.jsonl", "samples.jsonl", "mask_tokens.jsonl", "evaluations.jsonl")

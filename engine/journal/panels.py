@@ -1,0 +1,212 @@
+"""Which curves a report shows: Figures 5 and 7 of paper 000 for these runs, the update, the cost."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.journal.charts import Scale, Series, line_chart, mean_series, rate_series
+from headrace.journal.intervals import bootstrap_mean
+from headrace.journal.metrics import DENOMINATORS
+from headrace.journal.run_data import RunData
+from headrace.journal.store import Row
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of a panel. Metrics that have counts get an interval."""
+
+    metric: str
+    label: str
+    colour: int
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    unit: str
+    scale: Scale
+    note: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A panel drawn for the page."""
+
+    title: str
+    note: str
+    svg: str
+    legend: list[tuple[str, int, int]]  # label, colour, dash
+    summary: str
+    """The panel in words, for those who cannot see it."""
+
+
+LEARNING = (
+    Panel(
+        "Reward and accuracy",
+        "mean over the rollouts of a step",
+        "share",
+        "Training rollouts, both waves. Reward counts accuracy and format.",
+        (Curve("reward/accuracy", "accuracy", 1), Curve("reward/mean", "reward", 2, 1), Curve("reward/format", "format rate", 6, 2)),
+    ),
+    Panel(
+        "Variance restored",
+        "share of triggered groups",
+        "share",
+        "Groups whose first wave was all right or all wrong and whose second added variance. The control draws it without the mask.",
+        (Curve("cge/restored", "masked second wave", 1), Curve("control/restored", "control, unmasked", 6, 1)),
+    ),
+    Panel(
+        "Policy entropy",
+        "nats per token",
+        "free",
+        "Mean over all response tokens of the policy's own rollouts.",
+        (Curve("policy/entropy", "entropy", 1),),
+    ),
+    Panel(
+        "Response length",
+        "tokens",
+        "zero",
+        "Mean response, end token included.",
+        (
+            Curve("len/wave1", "first wave", 1),
+            Curve("len/wave2", "second wave", 2, 1),
+            Curve("len/wave2_intervened", "masked second wave", 3, 2),
+            Curve("len/mean", "all", 6),
+        ),
+    ),
+    Panel(
+        "Groups with a gradient",
+        "share of groups",
+        "share",
+        "Groups whose accuracies vary: in the first wave alone, and in both waves together.",
+        (Curve("group/grad_both", "both waves", 1), Curve("group/grad_first_wave", "first wave", 2, 1)),
+    ),
+)
+SECOND_WAVE = (
+    Panel(
+        "Positions above the threshold",
+        "share of examined positions",
+        "share",
+        "Positions inside the reasoning span of masked rollouts whose top probability exceeds τ.",
+        (Curve("cge/threshold_share", "above τ", 1),),
+    ),
+    Panel(
+        "Variance the second wave adds",
+        "accuracy variance per group",
+        "free",
+        "Beyond what an unperturbed second wave leaves on average, p(1 − p)(G − 1)/G.",
+        (
+            Curve("cge/var_gain_intervened", "masked groups", 1),
+            Curve("cge/var_gain_left_alone", "groups left alone", 2, 1),
+            Curve("control/var_gain_intervened", "control groups", 6, 2),
+        ),
+    ),
+    Panel(
+        "Accuracy of each wave",
+        "mean accuracy",
+        "share",
+        "Over all groups.",
+        (Curve("cge/wave1_acc", "first wave", 1), Curve("cge/wave2_acc", "second wave", 2, 1)),
+    ),
+)
+UPDATE = (
+    Panel(
+        "Clipped positions",
+        "share of unmasked positions",
+        "share",
+        "Positions the clip range removes.",
+        (Curve("ppo/clip_share", "clipped", 1),),
+    ),
+    Panel("Gradient norm", "L2 norm before clipping", "zero", "", (Curve("grad_norm", "norm", 1),)),
+    Panel("Advantage", "mean magnitude", "zero", "Over all scored rollouts.", (Curve("adv/abs_mean", "|A|", 1),)),
+)
+COST = (
+    Panel(
+        "Time per step",
+        "seconds",
+        "zero",
+        "Wall-clock gap between steps includes evaluations and checkpoints.",
+        (Curve("time/step", "step", 1), Curve("time/wall", "between steps", 6, 1)),
+    ),
+    Panel("Throughput", "response tokens per second", "zero", "", (Curve("time/tokens_per_s", "tokens/s", 1),)),
+)
+
+
+def draw(panels: Iterable[Panel], runs: Sequence[RunData]) -> list[Chart]:
+    """The panels that at least one run has data for. Several runs overlay: colour tells the run, the dash tells the curve."""
+    charts = []
+    for panel in panels:
+        series = [
+            _series(run, curve, label, colour, dash)
+            for number, run in enumerate(runs, start=1)
+            for position, curve in enumerate(panel.curves)
+            if run.has(curve.metric)
+            for label, colour, dash in [_style(run, curve, number, position, len(runs))]
+        ]
+        if series:
+            charts.append(_chart(panel.title, panel.unit, panel.scale, panel.note, series))
+    return charts
+
+
+def _style(run: RunData, curve: Curve, number: int, position: int, runs: int) -> tuple[str, int, int]:
+    return (curve.label, curve.colour, curve.dash) if runs == 1 else (f"{run.name}: {curve.label}", number, position)
+
+
+def _series(run: RunData, curve: Curve, label: str, colour: int, dash: int) -> Series:
+    if curve.metric in DENOMINATORS and run.has(f"{curve.metric}_n"):
+        return rate_series(run, curve.metric, DENOMINATORS[curve.metric], label, colour, dash)
+    return mean_series(run, curve.metric, label, colour, dash)
+
+
+def _chart(title: str, unit: str, scale: Scale, note: str, series: list[Series]) -> Chart:
+    legend = [(item.label, (item.colour - 1) % 8 + 1, item.dash) for item in series]
+    return Chart(title, note, line_chart(series, title, unit, scale), legend, "; ".join(map(_in_words, series)))
+
+
+def _in_words(item: Series) -> str:
+    known = np.flatnonzero(np.isfinite(item.smooth))
+    if not len(known):
+        return f"{item.label}: no values"
+    first, last = known[0], known[-1]
+    return f"{item.label}: {item.smooth[first]:.3g} at step {item.x[first]:.0f}, {item.smooth[last]:.3g} at step {item.x[last]:.0f}"
+
+
+EVALUATED: tuple[tuple[str, str, Callable[[Row], list[float]]], ...] = (
+    (
+        "mean_accuracy",
+        "mean accuracy",
+        lambda row: [float(np.mean(item["samples"])) for item in row.get("per_question", []) if item.get("samples")],
+    ),
+    (
+        "greedy_accuracy",
+        "greedy",
+        lambda row: [float(item["greedy"]) for item in row.get("per_question", []) if item.get("greedy") is not None],
+    ),
+    (
+        "maj_accuracy",
+        "majority vote",
+        lambda row: [float(item["maj"]) for item in row.get("per_question", []) if item.get("maj") is not None],
+    ),
+)
+"""Key of the evaluation, its name, and its values per question."""
+
+
+def draw_evaluations(runs: Sequence[RunData]) -> list[Chart]:
+    """Held-out accuracy over training, when it was measured more than once."""
+    series = []
+    for number, run in enumerate(runs, start=1):
+        for position, (key, label, per_question) in enumerate(EVALUATED):
+            rows = [row for row in run.evaluations if isinstance(row.get(key), int | float)]
+            if len(rows) < 2:
+                continue
+            x, y = np.array([row["step"] for row in rows], dtype=np.float64), np.array([row[key] for row in rows], dtype=np.float64)
+            bounds = np.array([bootstrap_mean(values) if (values := per_question(row)) else (row[key], row[key]) for row in rows])
+            name, colour, dash = (label, position + 1, position) if len(runs) == 1 else (f"{run.name}: {label}", number, position)
+            series.append(Series(name, x, y, y, bounds[:, 0], bounds[:, 1], colour, dash, marker=True))
+    if not series:
+        return []
+    note = "Held-out questions; bars are 95 % intervals, bootstrapped over questions."
+    return [_chart("Held-out accuracy", "share of answers that are right", "share", note, series)]
