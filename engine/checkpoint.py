@@ -302,14 +302,13 @@ def export(policy: Policy, encoder: Encoder, directory: Path) -> Path:
 
 def _model_weights(model: torch.nn.Module, wanted: bool) -> dict[str, torch.Tensor]:
     """The model's state dict with whole tensors in the model's dtype, tied names sharing one tensor; empty unless ``wanted``."""
-    dtype = model.config.dtype
     gathered: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in gathered:
             whole = full_tensor(tensor)
-            gathered[id(tensor)] = (
-                (whole.to(dtype) if whole.is_floating_point() and dtype else whole).cpu() if wanted else whole.new_empty(0)
-            )
+            if whole.is_floating_point():
+                whole = whole.to(model.config.dtype or whole.dtype)
+            gathered[id(tensor)] = whole.cpu() if wanted else whole.new_empty(0)
         weights[name] = gathered[id(tensor)]
     return weights if wanted else {}

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ class Parallel:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def is_main(self) -> bool:
@@ -43,9 +43,9 @@ class Parallel:
         """The equally long vectors [K] of all ranks as [world_size, K], in rank order."""
         if self.world_size == 1:
             return vector[None]
-        rows = vector.new_empty(self.world_size, len(vector))
-        dist.all_gather_into_tensor(rows, vector.contiguous())
-        return rows
+        rows = [torch.empty_like(vector) for _ in range(self.world_size)]
+        dist.all_gather(rows, vector)
+        return torch.stack(rows)
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank."""
@@ -179,7 +179,7 @@ def gather_full_weights(policy: nn.Module, target: nn.Module | None) -> None:
 
 # ------------------------------------------------------------------------------------------------------ batches as bytes
 
-_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("temperature", "media", "version", "left_out"))
+_ARRAYS = tuple(item.name for item in fields(StepBatch) if item.name not in ("temperature", "media", "version", "left_out"))
 
 
 def pack_batch(batch: StepBatch) -> bytes:

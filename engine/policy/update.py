@@ -70,9 +70,8 @@ class Learner:
             NonFiniteError: with ``learner.on_non_finite: stop``; weights and moments are as before the failed step.
         """
         started = time.perf_counter()
-        steps = [
-            self._step(mini) for mini in split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)
-        ]
+        parts = self.config.learner.updates_per_batch
+        steps = [self._step(mini) for mini in split_batch(batch, parts, self.config.loss, self.config.sampling)]
         metrics = _mean(steps)
         metrics["learner/tokens"] = float(len(batch.token_ids))
         metrics["learner/response_tokens"] = float(batch.response_mask.sum())

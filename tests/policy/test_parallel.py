@@ -1,0 +1,138 @@
+"""Two learner ranks through torchrun and gloo: the same numbers as one process. One torchrun serves all tests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace import checkpoint
+from headrace.policy import parallel as ranks
+from headrace.policy.packing import rows_with_gradient, schedule
+from headrace.policy.parallel import pack_batch
+from tests.policy.learner_cases import BANNED, make_config, make_learner, random_batch, tiny_model
+
+PLAIN = {"loss": {"kl_coef": 0.05, "entropy_coef": 0.01}}
+STEPS = 4
+
+
+def train(folder, name, config):
+    """The run of one process on the batches that the ranks get."""
+    learner = make_learner(config)
+    paths = sorted(folder.glob(f"{name}-*.batch"))
+    return learner, [learner.update(ranks.unpack_batch(path.read_bytes())) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Cases for both, and what the two ranks made of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = tiny_model(folder / "model")
+    configs = {
+        "plain": make_config(model, **PLAIN),
+        "recomputed": make_config(model, model={"activation_checkpointing": True}, learner={"updates_per_batch": 2}),
+        "split": make_config(model),
+    }
+    (folder / "banned.json").write_text(json.dumps(BANNED))
+    for name, config in configs.items():
+        (folder / f"{name}.json").write_text(config.model_dump_json())
+        for number in range(STEPS):
+            batch = random_batch(100 + number, config.loss, zero_groups=number % 2, size=3)
+            (folder / f"{name}-{number}.batch").write_bytes(pack_batch(batch))
+    single, _ = train(folder, "plain", configs["plain"])
+    checkpoint.save(folder / "single", STEPS, single, {"ledger": [1, 2]})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, str(Path(__file__).with_name("two_ranks.py")), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "recomputed"])
+def test_two_ranks_train_like_one_process(folder, name):
+    """Weights and metrics agree to 1e-5 after four batches; the second case recomputes activations and steps twice a batch."""
+    learner, alone = train(folder, name, ranks_config(folder, name))
+    together = load_file(folder / f"{name}.safetensors")
+    for key, parameter in learner.policy.named_parameters():
+        torch.testing.assert_close(together[key], parameter.detach(), rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(alone, json.loads((folder / f"{name}.metrics").read_text()), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            if not key.startswith("time/") and key not in ("learner/micro_batches", "learner/tokens_per_second"):
+                assert theirs[key] == pytest.approx(mine[key], rel=1e-4, abs=1e-5), key
+
+
+def ranks_config(folder, name):
+    from headrace.config import Config
+
+    return Config.model_validate_json((folder / f"{name}.json").read_text())
+
+
+def test_loss_and_gradient_do_not_depend_on_the_world_size(folder):
+    """Any budget, one rank or two: the same. A rank that divides by its own tokens is found out."""
+    learner = make_learner(ranks_config(folder, "split"))
+    together = load_file(folder / "split.safetensors")
+    for number in range(STEPS):
+        batch = ranks.unpack_batch((folder / f"split-{number}.batch").read_bytes())
+        plan = schedule(batch, rows_with_gradient(batch, False), 1, 10**6)[0]
+        values, norm = learner._reduce([learner._run(batch, micro) for micro in plan], True)
+        flat = [master.grad.flatten() for master in learner.optimizer.masters.values()]
+        expected = torch.cat([values, torch.tensor([norm]), *flat])
+        learner.optimizer.zero_grad()
+        for budget in (7, 40, 10**6):
+            torch.testing.assert_close(together[f"{number}.{budget}"], expected, rtol=1e-4, atol=1e-5)
+        wrong = together[f"{number}.40.wrong"]
+        assert (wrong - expected)[len(values) :].norm() > 1e-3 * expected[len(values) :].norm()
+
+
+def test_a_checkpoint_of_two_ranks_loads_into_one_process(folder):
+    learner = make_learner(ranks_config(folder, "plain"))
+    restored = checkpoint.restore(folder / "checkpoints", learner)
+    assert (restored.step, restored.extra, learner.updates) == (4, {"from": "two ranks"}, STEPS)
+    assert checkpoint.read_state(checkpoint.latest(folder / "checkpoints"))["world_size"] == 2
+    together = load_file(folder / "plain.safetensors")
+    assert all(torch.equal(together[name], parameter) for name, parameter in learner.policy.named_parameters())
+
+
+def test_a_checkpoint_of_one_process_loads_into_two_ranks(folder):
+    learner = make_learner(ranks_config(folder, "plain"))
+    restored = checkpoint.restore(folder / "single", learner)
+    assert json.loads((folder / "resumed.json").read_text()) == [restored.step, restored.extra, learner.updates]
+    resumed = load_file(folder / "resumed.safetensors")
+    for name, parameter in learner.policy.named_parameters():
+        assert torch.equal(resumed[name], parameter)
+        assert torch.equal(resumed[f"{name}.exp_avg_sq"], learner.optimizer.state_dict()[name]["exp_avg_sq"])
+
+
+def test_a_sharded_policy_exports_whole(folder):
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
+    together = load_file(folder / "plain.safetensors")
+    for name, tensor in together.items():
+        assert torch.equal(exported[name.removeprefix("model.")], tensor)
+
+
+def test_a_failure_of_rank_0_is_raised_on_every_rank(folder):
+    assert [(folder / f"failure{rank}").read_text() for rank in (0, 1)] == ["no such luck"] * 2
+
+
+def test_one_process_needs_no_group(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    parallel = ranks.start()
+    assert (parallel.rank, parallel.world_size, parallel.is_main) == (0, 1, True)
+    assert not torch.distributed.is_initialized()
+    assert parallel.broadcast_json({"a": [1, None]}) == {"a": [1, None]}
+    vector = torch.arange(3.0)
+    assert parallel.gather_rows(vector).tolist() == [[0, 1, 2]]
+    assert np.array_equal(parallel.broadcast_batch(random_batch(0, make_config("x").loss)).prompts, np.repeat([0, 1, 2], 4))
