@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from headrace.checkpoint import export
 from headrace.config import Config, ConfigError
 from headrace.controller import Controller
 from headrace.encoding import Encoder
@@ -201,12 +201,7 @@ def _starting_model(config: Config, train: QuestionSet, parallel: Parallel, jour
     policy = Policy.load(base, config.model.model_copy(update={"train_vision": True}), parallel.device)
     with journal.phase("warm start") as tick:
         warm_start(policy, encoder, config.warm_start, _traces(train, encoder, config), config.run.seed, tick)
-    part = directory.with_name(f"{directory.name}.part{os.getpid()}")
-    from headrace.checkpoint import export
-
-    export(policy, encoder, part)
-    part.rename(directory)
-    return directory
+    return export(policy, encoder, directory)
 
 
 def _traces(train: TaskSet, encoder: Encoder, config: Config) -> Callable[[int, float], list[tuple[Prompt, str]]]:

@@ -10,13 +10,11 @@ from headrace.config import Config
 from headrace.credit.advantage import group_advantages
 from headrace.encoding import Encoder
 from headrace.policy.packing import build_batch
-from headrace.questions.ledger import Ledger
+from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet
 from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
 from headrace.sampling.waves import draw_groups
-from headrace.selection import dapo
-
-Key = tuple[int, int]  # epoch and index of a question
+from headrace.selection.dapo import Refill, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +63,20 @@ class Controller:
         """Draw groups until the batch is full or the drawing rounds are used up."""
         dynamic = self.config.dynamic_sampling
         wanted = self.config.run.questions_per_step
+        refill: Refill[tuple[Key, Group]] = Refill(wanted, max_rounds=dynamic.max_rounds if dynamic else 1)
         fates: dict[Key, str] = {}
-        kept: dict[Key, Group] = {}
         sampled: list[Group] = []
-        for _ in range(dynamic.max_rounds if dynamic else 1):
+        while refill.status == "open":
             keys, prompts = self._admit(wanted, fates)
             groups = [self._credited(group) for group in await self._sample(keys, prompts)]
             sampled += groups
-            for key, group in zip(keys, groups, strict=True):
-                fates[key] = self._fate(group)
-                if fates[key] == "trained":
-                    kept[key] = group
-            if len(kept) >= wanted:
-                break
-        for key in list(kept)[wanted:]:
-            fates[key] = "surplus"
-            del kept[key]
-        groups_kept = tuple(kept.values())
-        batch = build_batch(groups_kept, self.config.loss, self.config.sampling) if groups_kept else None
-        return Drawn(batch, groups_kept, tuple(sampled), fates)
+            fates |= {key: self._fate(group) for key, group in zip(keys, groups, strict=True)}
+            refill.add([(key, group) for key, group in zip(keys, groups, strict=True) if fates[key] == "trained"])
+        kept, surplus = refill.take(partial=True)
+        fates |= {key: "surplus" for key, _ in surplus}
+        batch_groups = tuple(group for _, group in kept)
+        batch = build_batch(batch_groups, self.config.loss, self.config.sampling) if batch_groups else None
+        return Drawn(batch, batch_groups, tuple(sampled), fates)
 
     def settle(self, drawn: Drawn) -> None:
         """Write the fates of a step to the ledger."""
@@ -135,6 +128,6 @@ class Controller:
         if group.advantages is None:
             return "unscored"
         accuracies = [rollout.reward.accuracy for rollout in group.rollouts if rollout.reward is not None]
-        if self.config.dynamic_sampling and not dapo.keep(accuracies):
+        if self.config.dynamic_sampling and not keep(accuracies):
             return "no_variance"
         return "trained"

@@ -13,7 +13,6 @@ from headrace.config import Config
 from headrace.controller import Drawn
 from headrace.evaluation import evaluate
 from headrace.interrupt import Interrupt
-from headrace.journal import report
 from headrace.records import Question
 
 
@@ -151,6 +150,8 @@ def _finish(parts: Parts, step: int) -> TrainResult:
     if parts.rollouts is None:
         return TrainResult(folder, step, None)
     parts.journal.finish("finished" if complete else "interrupted")
+    from headrace.journal import report  # brings matplotlib, which the run itself does not need
+
     page = report.build([folder], folder / "report.html")
     if complete:
         print(f"report: {page}\nmodel:  {folder / 'model'}")
