@@ -11,19 +11,18 @@ and is reasoned out by restating the evidence of every hop beside a running sum:
 Restated names and numbered hops turn the look-up into induction, which a policy of three layers learns within a few hundred steps.
 """
 
-import hashlib
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal
 
 import numpy as np
 
 from headrace.config import MultiHopSource
+from headrace.questions.sets import Split
+from headrace.questions.tasks import split_of
 from headrace.records import Question
 from headrace.streams import stream
 
 OBJECTS = ("ball", "cone", "disc", "drum", "fork", "gear", "jar", "kite", "lamp", "mug", "ring", "star")
-_SHARE_HELD_OUT = 64  # of 256 content-hash values; the rest belong to the train split
 _MAX_DRAWS = 10_000
 
 
@@ -61,15 +60,10 @@ class Scene:
         return f"{evidence} | {checks} ="
 
 
-def belongs_to(text: str) -> Literal["train", "held_out"]:
-    """Split of a question by the hash of its content, so that no question is in both whatever the seeds."""
-    return "held_out" if hashlib.sha256(text.encode()).digest()[0] < _SHARE_HELD_OUT else "train"
-
-
 class MultiHop:
     """Generated multi-hop questions (see ``sets.TaskSet``)."""
 
-    def __init__(self, source: MultiHopSource, seed: int, split: Literal["train", "held_out"]) -> None:
+    def __init__(self, source: MultiHopSource, seed: int, split: Split) -> None:
         if source.objects > min(len(OBJECTS), source.max_value):
             raise ValueError(
                 f"questions.{split}.objects = {source.objects}: values must differ, so at most max_value = {source.max_value} "
@@ -89,7 +83,7 @@ class MultiHop:
         rng = stream(self._seed, f"multi_hop/{self._split}", index=index)
         for _ in range(_MAX_DRAWS):
             scene = self._draw(rng)
-            if belongs_to(scene.text()) == self._split:
+            if split_of(scene.text()) == self._split:
                 return scene
         raise ValueError(f"questions.{self._split}: hops, objects and max_value are so small that no {self._split} question exists")
 
