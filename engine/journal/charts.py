@@ -30,7 +30,7 @@ Scale = Literal["share", "zero", "free"]
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``x`` steps and ``y`` values per step, drawn faintly, under a smoothed line with its band."""
+    """One line: ``x`` steps and ``y`` values per step, and their smoothed course. With a band the single steps are not drawn."""
 
     label: str
     x: Array
@@ -97,8 +97,8 @@ def _thinned(series: Series) -> Series:
 
 def line_chart(series: Sequence[Series], name: str, unit: str, scale: Scale = "free", x_label: str = "training step") -> str:
     """An SVG element. ``scale``: ``share`` starts at 0 and ends at or below 1, ``zero`` starts at 0, ``free`` fits the data."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "axes.linewidth": 0.8}):
-        figure = Figure(figsize=(4.7, 2.75), layout="constrained")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9.5, "axes.linewidth": 0.8}):
+        figure = Figure(figsize=(4.3, 2.6), layout="constrained")
         axes = figure.add_subplot()
         for item in map(_thinned, series):
             _draw(axes, item)
@@ -121,14 +121,14 @@ def _draw(axes, item: Series) -> None:
         return
     if item.low is not None and item.high is not None:
         axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.13, linewidth=0)
-    if len(item.x) >= 12:
+    elif len(item.x) >= 12:
         axes.plot(item.x, item.y, color=colour, linewidth=0.8, alpha=0.28)
     axes.plot(item.x, item.smooth, color=colour, linewidth=1.8, linestyle=style, marker="o" if len(item.x) < 3 else None, markersize=4)
 
 
 def _dress(axes, unit: str, scale: Scale, x_label: str) -> None:
-    axes.set_title(unit, loc="left", fontsize=9, color=_FAINT, pad=7)
-    axes.set_xlabel(x_label, color=_FAINT, fontsize=9)
+    axes.set_title(unit, loc="left", fontsize=9.5, color=_FAINT, pad=7)
+    axes.set_xlabel(x_label, color=_FAINT, fontsize=9.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
@@ -137,8 +137,8 @@ def _dress(axes, unit: str, scale: Scale, x_label: str) -> None:
     axes.figure.patch.set_visible(False)
     axes.tick_params(axis="y", length=0, labelcolor=_INK)
     axes.tick_params(axis="x", length=3, color=_FAINT, labelcolor=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.margins(x=0.02)
     low, high = axes.get_ylim()
     if scale == "share":

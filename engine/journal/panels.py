@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.journal.charts import Scale, Series, line_chart, mean_series, rate_series
+from headrace.journal.charts import COLOURS, Scale, Series, line_chart, mean_series, rate_series
 from headrace.journal.intervals import bootstrap_mean
 from headrace.journal.metrics import DENOMINATORS
 from headrace.journal.run_data import RunData
@@ -20,6 +20,8 @@ class Curve:
     label: str
     colour: int
     dash: int = 0
+    unless: str = ""
+    """Left out for runs that have this metric."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ LEARNING = (
             Curve("len/wave1", "first wave", 1),
             Curve("len/wave2", "second wave", 2, 1),
             Curve("len/wave2_intervened", "masked second wave", 3, 2),
-            Curve("len/mean", "all", 6),
+            Curve("len/mean", "all rollouts", 1, unless="len/wave1"),
         ),
     ),
     Panel(
@@ -143,7 +145,7 @@ def draw(panels: Iterable[Panel], runs: Sequence[RunData]) -> list[Chart]:
             _series(run, curve, label, colour, dash)
             for number, run in enumerate(runs, start=1)
             for position, curve in enumerate(panel.curves)
-            if run.has(curve.metric)
+            if run.has(curve.metric) and not run.has(curve.unless)
             for label, colour, dash in [_style(run, curve, number, position, len(runs))]
         ]
         if series:
@@ -162,7 +164,7 @@ def _series(run: RunData, curve: Curve, label: str, colour: int, dash: int) -> S
 
 
 def _chart(title: str, unit: str, scale: Scale, note: str, series: list[Series]) -> Chart:
-    legend = [(item.label, (item.colour - 1) % 8 + 1, item.dash) for item in series]
+    legend = [(item.label, (item.colour - 1) % COLOURS + 1, item.dash) for item in series] if len(series) > 1 else []
     return Chart(title, note, line_chart(series, title, unit, scale), legend, "; ".join(map(_in_words, series)))
 
 

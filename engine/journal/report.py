@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from headrace.journal import panels, scores, tables
 from headrace.journal.alerts import Alerts
+from headrace.journal.charts import COLOURS, window_of
 from headrace.journal.run_data import RunData, read_run
 from headrace.journal.store import JournalError, Row, make_folder, write_text
 
@@ -102,9 +103,19 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
         ],
         "clouds": [(run.name, _clouds(run)) for run in runs if run.mask_counts.removed],
         "runs": [_described(run) for run in runs],
+        "smoothing": _smoothing(runs),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "number": tables.number,
     }
+
+
+def _smoothing(runs: Sequence[RunData]) -> str:
+    """How the curves were averaged."""
+    windows = sorted({window_of(len(run.steps)) for run in runs})
+    if windows == [1]:
+        return "Every point is one step; bands are 95 % intervals."
+    spans = " or ".join(map(str, windows))
+    return f"Strong lines average a moving window of {spans} steps, bands are its 95 % interval; faint lines are single steps."
 
 
 def _controlled(run: RunData) -> bool:
@@ -224,7 +235,7 @@ def _breakdown(run: RunData) -> list[dict[str, Any]]:
     parts = tables.phases(run)
     total = sum(seconds for _, seconds in parts)
     return [
-        {"name": name, "seconds": seconds, "share": seconds / total, "colour": (place - 1) % 8 + 1}
+        {"name": name, "seconds": seconds, "share": seconds / total, "colour": (place - 1) % COLOURS + 1}
         for place, (name, seconds) in enumerate(parts, 1)
     ]
 

@@ -94,7 +94,7 @@ def evaluations(runs: Sequence[RunData]) -> Sheet:
     note = f"On {questions or 'the'} held-out questions; small type is a 95 % interval bootstrapped over questions, paired for the change."
     heads = ["before", "after", "change"] if len(runs) == 1 else ["before", "after"] * len(runs)
     spans = [(run.name, 2) for run in runs] if len(runs) > 1 else []
-    return Sheet("Held-out results", [_dated(head, pairs, runs) for head in heads], lines, note, spans)
+    return Sheet("Before and after training", [_dated(head, pairs, runs) for head in heads], lines, note, spans)
 
 
 def _dated(head: str, pairs: Sequence[tuple[Row | None, Row | None]], runs: Sequence[RunData]) -> str:

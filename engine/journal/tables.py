@@ -39,16 +39,27 @@ class Sheet:
     spans: list[tuple[str, int]] = field(default_factory=list)
 
     @property
+    def roomy(self) -> bool:
+        """Few enough columns for intervals to stand beside their values."""
+        return len(self.heads) <= 3
+
+    @property
+    def detailed(self) -> bool:
+        return any(cell.detail for line in self.lines for cell in line.cells)
+
+    @property
     def empty(self) -> bool:
         return not any(cell.text != NOTHING for line in self.lines for cell in line.cells)
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    return NOTHING if value is None or not math.isfinite(value) else format(value, form)
+    """A value as the page prints it, with a true minus sign; a dash where there is none."""
+    return NOTHING if value is None or not math.isfinite(value) else format(value, form).replace("-", "−")
 
 
 def between(interval: tuple[float, float], form: str = ".2f") -> str:
-    return f"{format(interval[0], form)} to {format(interval[1], form)}"
+    """An interval as the page prints it."""
+    return f"{number(interval[0], form)} to {number(interval[1], form)}"
 
 
 def rate_cell(rate: Rate) -> Cell:
@@ -137,10 +148,10 @@ def verdict(run: RunData) -> str:
         return ""
     low, high = rate_difference(masked.count, masked.total, plain.count, plain.total)
     gap = masked.value - plain.value
-    ending = "this run is too small to tell the mask from luck" if low <= 0 <= high else f"the mask's own share is {gap:+.2f}"
+    ending = "this run is too small to tell the mask from luck" if low <= 0 <= high else f"the mask's own share is {number(gap, '+.2f')}"
     return (
         f"The masked second wave restored variance in {masked.value:.0%} of {masked.total:.0f} triggered groups, an unmasked one in "
-        f"{plain.value:.0%} of {plain.total:.0f}: {ending} (95 % interval {low:+.2f} to {high:+.2f})."
+        f"{plain.value:.0%} of {plain.total:.0f}: {ending} (95 % interval {between((low, high), '+.2f')})."
     )
 
 
@@ -201,7 +212,7 @@ def update(runs: Sequence[RunData]) -> Sheet:
         Line(label, [Cell(number(run.mean(metric, part), form)) for run in runs for part in run.halves[:2]])
         for label, metric, form in _UPDATE
     ]
-    return Sheet("The update", _HALVES * len(runs), lines, "Means over the steps of each half.", _spans(runs, 2))
+    return Sheet("What the update sees", _HALVES * len(runs), lines, "Means over the steps of each half.", _spans(runs, 2))
 
 
 _NOT_PHASES = {"step", "wall", "unix", "tokens_per_s", "utilisation", "idle_ratio"}
@@ -237,5 +248,5 @@ def _cost_line(label: str, values: list[float]) -> Line:
     cells = [Cell(number(value, ",.0f" if abs(value) >= 1000 else ".3g")) for value in values]
     if len(values) == 2:
         known = all(map(math.isfinite, values)) and values[0] != 0
-        cells.append(Cell(f"{values[1] / values[0] - 1:+.1%}" if known else NOTHING))
+        cells.append(Cell(number(values[1] / values[0] - 1, "+.1%") if known else NOTHING))
     return Line(label, cells)
