@@ -165,8 +165,9 @@ class _Reader:
             raise RowError("extra_info", f"expected an object, got {_kind(extra_info)}")
         extra_info = {name: value for name, value in extra_info.items() if value is not None}
         full = "prompt" in row
+        messages = self._prompt(row["prompt"]) if full else ()
         media = read_media(row, self._folder, self._exists)
-        messages = self._prompt(row["prompt"]) if full else self._short(row, media)
+        messages = messages or self._short(row, media)
         media = _in_order(media, messages)
         answer = self._answer(row)
         extra = {name: value for name, value in row.items() if name not in (_FULL if full else _SHORT)} | extra_info

@@ -4,8 +4,7 @@ Every function is linear in the length of the text and never raises, whatever th
 """
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Contract = Literal["answer_boxed", "boxed", "answer_tag"]
 Mode = Literal["strict", "code"]
@@ -20,8 +19,7 @@ _BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|\{+|\}+", re.DOTALL)  # steps 
 _MIN_THINK = 100  # characters of reasoning below which mode `code` gives no format credit
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A brace-balanced ``\\boxed{…}``: ``text[start:end]`` is its content."""
 
     start: int
@@ -49,7 +47,7 @@ def boxes(text: str) -> list[Box]:
                 outer, start = waiting.pop()
                 found.append(Box(start, token.start() + depth - outer - 1))
             depth = floor
-    return sorted(found, key=lambda box: box.start)
+    return sorted(found)
 
 
 def last_box(text: str) -> str | None:

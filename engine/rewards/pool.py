@@ -166,9 +166,7 @@ class ScoringPool:
         self._right += reward.accuracy >= 1
         if self.counts["scored"] == _ALARM_AFTER and self._right in (0, _ALARM_AFTER):
             verdict = "right" if self._right else "wrong"
-            log.warning(
-                "reward: all of the first %d responses were %s; check reward.contract and the answers of the rows", _ALARM_AFTER, verdict
-            )
+            log.warning("reward: the first %d responses were all %s; check reward.contract and the answers", _ALARM_AFTER, verdict)
 
 
 class _Job:

@@ -49,7 +49,9 @@ class WorkerProcess:
         command = [sys.executable, "-P", "-m", "headrace.rewards.worker", str(os.getpid())]
         self._socket, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         except OSError as error:
             raise ValueError(f"reward worker: cannot be started ({error})") from error
         finally:
