@@ -241,7 +241,8 @@ class RewardConfig(Model):
     overlong: OverlongConfig | None = None
     """Length shaping added to the total."""
     workers: int = Field(1, ge=0)
-    """Processes that score; 0 scores in the engine's own process (no protection against a hang)."""
+    """Processes for Math-Verify, task scorers and functions given by name, threads for a function given as an object; 0 scores
+    in the engine's own thread, without a clock. The exact verifier cannot hang and always runs there."""
     timeout: float = Field(30.0, gt=0)
     """Seconds one response may take before its worker is killed and the rollout counted as failed."""
     on_failure: Literal["skip", "stop"] = "skip"

@@ -36,7 +36,7 @@ class ScoringPool:
       nothing can hang, and takes about 12 microseconds where a trip to another process takes hundreds.
     * Math-Verify, the scorers of task generators, and functions given by the name ``module:function``: in ``workers``
       processes. One that takes longer than ``timeout`` seconds for a response is killed and replaced; a crash costs
-      one response.
+      one response. A named function's module may define ``warm_up()``: each process calls it once, outside the clock.
     * functions given as objects (lambdas, closures, anything that holds state): on ``workers`` threads of this process, so
       that they see and keep their state. One that takes too long is left behind and its response counted; it cannot be
       killed, and one that never lets go of the interpreter stalls the engine.

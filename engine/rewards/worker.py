@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from typing import BinaryIO
 from headrace.config import RewardConfig
 from headrace.records import Question, Reward
 from headrace.rewards.judge import Judge, Outcome, resolve
+from headrace.rewards.scoring import answers_match
 
 START_SECONDS = 120.0  # a loaded machine still starts an interpreter within this
 _GRACE = 5  # seconds after the timeout at which a worker that nobody killed ends itself
@@ -131,12 +133,14 @@ def _end_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def _warm_up(config: RewardConfig) -> None:
-    """Import Math-Verify before the clock of a first response runs."""
+def _warm_up(config: RewardConfig, names: Sequence[str]) -> None:
+    """Do the slow first things before the clock of a first response runs: Math-Verify's imports, ``warm_up()`` of named modules."""
     if config.verifier == "math_verify":
-        from headrace.rewards.scoring import answers_match
-
         answers_match("x", "1/2", verifier="math_verify")
+    for name in names:
+        module = sys.modules[name.partition(":")[0]]
+        if callable(warm_up := getattr(module, "warm_up", None)):
+            warm_up()
 
 
 def _reply(out: BinaryIO, outcome: Outcome) -> None:
@@ -153,9 +157,9 @@ def main() -> None:
     try:
         config, reward, verify = pickle.load(jobs)
         judge = Judge(config, resolve(reward) if reward else None, resolve(verify) if verify else None)
-        _warm_up(config)
+        _warm_up(config, [name for name in (reward, verify) if name])
     except Exception as error:
-        _reply(out, Outcome(None, "error", str(error)))
+        _reply(out, Outcome(None, "error", f"{type(error).__name__}: {error}"))
         return
     _reply(out, Outcome(None))
     while True:

@@ -108,6 +108,11 @@ def test_workers_import_no_torch_and_survive_prints_and_reads(named: ScoringPool
     assert [r.reward.total for r in score(named, "torch", "print", "torch")] == [0, 0, 0]
 
 
+def test_warm_up_is_outside_the_clock() -> None:
+    with ScoringPool(RewardConfig(timeout=0.5), reward="own_slow_rewards:is_ready") as pool:
+        assert score(pool, "x")[0].reward == Reward(1.0, 1.0)
+
+
 def test_a_megabyte_response_reaches_the_worker(named: ScoringPool) -> None:
     assert score(named, "\ud800\x00é" * 1_000_000)[0].reward == Reward(0.5, 0.0)
 
