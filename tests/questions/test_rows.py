@@ -1,6 +1,7 @@
 """Rows of JSONL and Parquet files: both forms, and everything that can be wrong with one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,12 @@ def test_answers_may_be_left_out_for_an_own_reward(tmp_path: Path) -> None:
 
 def test_a_configured_source_loads_rows(tmp_path: Path) -> None:
     assert len(load(RowsSource(kind="rows", path=write(tmp_path, GOOD)), seed=0, split="train")) == 1
+
+
+def test_the_rows_of_the_documentation_load(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```jsonl\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    for name in ("pictures/cats.png", "pictures/ball.png", "clips/throw.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert len(load_rows(write(tmp_path, *lines), "stop")) == len(lines) == 5
