@@ -41,3 +41,10 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
     means = data[rng.integers(0, len(data), (RESAMPLES, len(data)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Interval of a mean of rates: Wilson for right-or-wrong values (a bootstrap of equal values has no width), else bootstrapped."""
+    if set(values) <= {0.0, 1.0} or len(set(values)) == 1:
+        return wilson(sum(values), len(values))
+    return bootstrap_mean(values)

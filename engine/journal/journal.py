@@ -89,8 +89,8 @@ class Journal:
         self.active = active
         self.screen = Screen(config.run.name, total_steps, quiet=quiet or not active)
         self.metrics = Table(self.folder / "metrics.jsonl")
-        self.samples = Table(self.folder / "samples.jsonl")
-        self.mask_tokens = Table(self.folder / "mask_tokens.jsonl")
+        self.samples = Table(self.folder / "samples.jsonl", durable=False)
+        self.mask_tokens = Table(self.folder / "mask_tokens.jsonl", durable=False)
         self.evaluations = Table(self.folder / "evaluations.jsonl")
         self._alerts = Alerts()
         self._trackers: list[Tracker] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.journal.charts import COLOURS, Scale, Series, line_chart, mean_series, rate_series
-from headrace.journal.intervals import bootstrap_mean
+from headrace.journal.intervals import mean_interval
 from headrace.journal.metrics import DENOMINATORS
 from headrace.journal.run_data import RunData
 from headrace.journal.store import Row
@@ -22,6 +22,8 @@ class Curve:
     dash: int = 0
     unless: str = ""
     """Left out for runs that have this metric."""
+    overlaid: bool = True
+    """Also drawn where several runs share the panel."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ LEARNING = (
         "mean over the rollouts of a step",
         "share",
         "Training rollouts, both waves. Reward counts accuracy and format.",
-        (Curve("reward/accuracy", "accuracy", 1), Curve("reward/mean", "reward", 2, 1), Curve("reward/format", "format rate", 6, 2)),
+        (
+            Curve("reward/accuracy", "accuracy", 1),
+            Curve("reward/mean", "reward", 2, 1),
+            Curve("reward/format", "format rate", 6, 2, overlaid=False),
+        ),
     ),
     Panel(
         "Variance restored",
@@ -75,7 +81,7 @@ LEARNING = (
         (
             Curve("len/wave1", "first wave", 1),
             Curve("len/wave2", "second wave", 2, 1),
-            Curve("len/wave2_intervened", "masked second wave", 3, 2),
+            Curve("len/wave2_intervened", "masked second wave", 3, 2, overlaid=False),
             Curve("len/mean", "all rollouts", 1, unless="len/wave1"),
         ),
     ),
@@ -145,7 +151,7 @@ def draw(panels: Iterable[Panel], runs: Sequence[RunData]) -> list[Chart]:
             _series(run, curve, label, colour, dash)
             for number, run in enumerate(runs, start=1)
             for position, curve in enumerate(panel.curves)
-            if run.has(curve.metric) and not run.has(curve.unless)
+            if run.has(curve.metric) and not run.has(curve.unless) and (curve.overlaid or len(runs) == 1)
             for label, colour, dash in [_style(run, curve, number, position, len(runs))]
         ]
         if series:
@@ -200,15 +206,15 @@ def draw_evaluations(runs: Sequence[RunData]) -> list[Chart]:
     """Held-out accuracy over training, when it was measured more than once."""
     series = []
     for number, run in enumerate(runs, start=1):
-        for position, (key, label, per_question) in enumerate(EVALUATED):
+        for position, (key, label, per_question) in enumerate(EVALUATED if len(runs) == 1 else EVALUATED[:2]):
             rows = [row for row in run.evaluations if isinstance(row.get(key), int | float)]
             if len(rows) < 2:
                 continue
             x, y = np.array([row["step"] for row in rows], dtype=np.float64), np.array([row[key] for row in rows], dtype=np.float64)
-            bounds = np.array([bootstrap_mean(values) if (values := per_question(row)) else (row[key], row[key]) for row in rows])
+            bounds = np.array([mean_interval(values) if (values := per_question(row)) else (row[key], row[key]) for row in rows])
             name, colour, dash = (label, position + 1, position) if len(runs) == 1 else (f"{run.name}: {label}", number, position)
             series.append(Series(name, x, y, y, bounds[:, 0], bounds[:, 1], colour, dash, marker=True))
     if not series:
         return []
-    note = "Held-out questions; bars are 95 % intervals, bootstrapped over questions."
+    note = "Held-out questions; bars are 95 % intervals over questions."
     return [_chart("Held-out accuracy", "share of answers that are right", "share", note, series)]

@@ -1,11 +1,9 @@
 """One self-contained HTML page about one run, or several side by side: no scripts, no network, no other files."""
 
-import base64
-import io
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,13 @@ from markupsafe import Markup
 from headrace.journal import panels, scores, tables
 from headrace.journal.alerts import Alerts
 from headrace.journal.charts import COLOURS, window_of
+from headrace.journal.examples import examples
 from headrace.journal.run_data import RunData, read_run
-from headrace.journal.store import JournalError, Row, make_folder, write_text
+from headrace.journal.store import JournalError, make_folder, write_text
 
-GROUPS = 6
-"""Example groups shown."""
-PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 4_000, 6_000
 CLOUD = 60
 """Tokens in each list of Figure 8."""
 PAIRS = 24
-THUMBNAIL = 192
-"""Longest side in pixels of a prompt's picture on the page."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,6 @@ def build(run_folders: Sequence[Path], out: Path) -> Path:
 
 def _distinct(runs: list[RunData]) -> list[RunData]:
     """Runs of one name are told apart by their folders."""
-    from dataclasses import replace
-
     repeated = Counter(run.name for run in runs)
     return [replace(run, name=str(run.folder)) if repeated[run.name] > 1 else run for run in runs]
 
@@ -123,7 +115,7 @@ def _controlled(run: RunData) -> bool:
 
 
 def _single(run: RunData) -> dict[str, Any]:
-    return {**_shared([run]), "title": run.name, "tiles": _tiles(run), "examples": _examples(run), "metrics": _every_metric(run)}
+    return {**_shared([run]), "title": run.name, "tiles": _tiles(run), "examples": examples(run), "metrics": _every_metric(run)}
 
 
 def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -267,57 +259,3 @@ def _every_metric(run: RunData) -> list[tuple[str, list[str]]]:
         if len(known) and name != "time/unix":
             rows.append((name, [tables.number(value, ".4g") for value in (run.mean(name, early), run.mean(name, later), float(known[-1]))]))
     return rows
-
-
-def _examples(run: RunData) -> list[dict[str, Any]]:
-    """Groups to read: every arm, restored ones first, the newest first among them."""
-    lanes: dict[str, list[Row]] = {"masked": [], "control": [], "free": []}
-    for row in sorted(run.samples, key=lambda row: (not _restored(row), -row["step"])):
-        lanes.setdefault(row.get("arm", "free"), []).append(row)
-    turns = [row for turn in range(GROUPS) for lane in lanes.values() for row in lane[turn : turn + 1]]
-    return [_example(row) for row in turns[:GROUPS]]
-
-
-def _restored(row: Row) -> bool:
-    accuracies = [rollout["reward"]["accuracy"] for rollout in row.get("rollouts", []) if rollout.get("reward")]
-    return bool(row.get("intervened")) and len(set(accuracies)) > 1
-
-
-def _example(row: Row) -> dict[str, Any]:
-    prompt = str(row.get("prompt", ""))
-    rollouts = [{**rollout, "pieces": _shortened(rollout.get("pieces", []))} for rollout in row.get("rollouts", [])]
-    media = [{"path": path, "picture": _thumbnail(Path(path))} for path in row.get("media", [])]
-    return {**row, "prompt": _cut(prompt, PROMPT_CHARACTERS), "rollouts": rollouts, "media": media, "restored": _restored(row)}
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} characters more)"
-
-
-def _shortened(pieces: list[Any]) -> list[Any]:
-    """A response's pieces up to a bound on characters."""
-    shown: list[Any] = []
-    left = RESPONSE_CHARACTERS
-    for position, piece in enumerate(pieces):
-        text = piece if isinstance(piece, str) else piece["drawn"]
-        if len(text) > left:
-            rest = sum(len(item if isinstance(item, str) else item["drawn"]) for item in pieces[position:]) - left
-            return [*shown, f"{text[:left]} … ({rest:,} characters more)"]
-        shown.append(piece)
-        left -= len(text)
-    return shown
-
-
-def _thumbnail(path: Path) -> str:
-    """A small copy of a picture as a data URI; empty for clips and for files that are gone."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            small = picture.convert("RGB")
-            small.thumbnail((THUMBNAIL, THUMBNAIL))
-            target = io.BytesIO()
-            small.save(target, "WEBP", quality=80)
-    except (OSError, UnidentifiedImageError, ValueError):
-        return ""
-    return "data:image/webp;base64," + base64.b64encode(target.getvalue()).decode()

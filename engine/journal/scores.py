@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.journal.intervals import bootstrap_mean
+from headrace.journal.intervals import bootstrap_mean, mean_interval
 from headrace.journal.panels import EVALUATED
 from headrace.journal.run_data import RunData
 from headrace.journal.store import Row
@@ -24,7 +24,7 @@ class Score:
     values: dict[str, float]
 
     def cell(self) -> Cell:
-        detail = between(bootstrap_mean(list(self.values.values()))) if self.values else ""
+        detail = between(mean_interval(list(self.values.values()))) if self.values else ""
         return Cell(number(self.value), detail)
 
 
@@ -36,8 +36,8 @@ def change(before: Score, after: Score) -> Cell:
         return Cell(NOTHING)
     if not shared or len(shared) < max(len(before.values), len(after.values)):
         return Cell(number(gap, "+.3f"))
-    interval = bootstrap_mean([after.values[name] - before.values[name] for name in shared])
-    return Cell(number(gap, "+.3f"), between(interval, "+.2f"))
+    gaps = [after.values[name] - before.values[name] for name in shared]
+    return Cell(number(gap, "+.3f"), between(bootstrap_mean(gaps), "+.2f") if len(set(gaps)) > 1 else "")
 
 
 def hops_of(row: Row) -> list[str]:
@@ -87,24 +87,25 @@ def evaluations(runs: Sequence[RunData]) -> Sheet:
         for before, after in pairs:
             values = [score(row, key).value for row in (before, after)]
             cells += [Cell(number(value, form)) for value in values]
-            if len(pairs) == 1:
-                cells.append(Cell(number(values[1] - values[0], "+" + form)))
+        if len(pairs) <= 2:
+            first, last = (pairs[0][0], pairs[0][1]) if len(pairs) == 1 else (pairs[0][1], pairs[1][1])
+            cells.append(Cell(number(score(last, key).value - score(first, key).value, "+" + form)))
         lines.append(Line(label, cells))
-    questions = ", ".join(str(row["questions"]) for row in newest if row is not None and row.get("questions"))
-    note = f"On {questions or 'the'} held-out questions; small type is a 95 % interval bootstrapped over questions, paired for the change."
-    heads = ["before", "after", "change"] if len(runs) == 1 else ["before", "after"] * len(runs)
-    spans = [(run.name, 2) for run in runs] if len(runs) > 1 else []
-    return Sheet("Before and after training", [_dated(head, pairs, runs) for head in heads], lines, note, spans)
+    questions = " or ".join(dict.fromkeys(str(row["questions"]) for row in newest if row is not None and row.get("questions")))
+    note = f"On {questions or 'the'} held-out questions; small type is a 95 % interval over questions, paired where two are compared."
+    return Sheet("Before and after training", _heads(pairs, runs), lines, note, [(run.name, 2) for run in runs] if len(runs) > 1 else [])
 
 
-def _dated(head: str, pairs: Sequence[tuple[Row | None, Row | None]], runs: Sequence[RunData]) -> str:
-    """A column head with its step, where one run makes that clear."""
-    row = {"before": pairs[0][0], "after": pairs[0][1]}.get(head)
-    return f"{head} (step {row['step']})" if row is not None and len(runs) == 1 else head
+def _heads(pairs: Sequence[tuple[Row | None, Row | None]], runs: Sequence[RunData]) -> list[str]:
+    if len(runs) == 1:
+        steps = [f" (step\u00a0{row['step']})" if row is not None else "" for row in pairs[0]]
+        return [f"before{steps[0]}", f"after{steps[1]}", "change"]
+    return ["before", "after"] * len(runs) + ([f"{runs[1].name} minus {runs[0].name}, after"] if len(runs) == 2 else [])
 
 
 def _cells(scores: Sequence[tuple[Score, Score]]) -> list[Cell]:
-    if len(scores) == 1:
-        before, after = scores[0]
-        return [before.cell(), after.cell(), change(before, after)]
-    return [each.cell() for pair in scores for each in pair]
+    """Before and after of every run; the change of a single run, the gap between two."""
+    cells = [each.cell() for pair in scores for each in pair]
+    if len(scores) <= 2:
+        cells.append(change(*scores[0]) if len(scores) == 1 else change(scores[0][1], scores[1][1]))
+    return cells

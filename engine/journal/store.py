@@ -80,20 +80,25 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 class Table:
-    """An append-only file of JSON rows, each with an integer ``step``."""
+    """An append-only file of JSON rows, each with an integer ``step``.
 
-    def __init__(self, path: Path) -> None:
+    An appended row outlives the process; with ``durable`` it also outlives a loss of power, for the price of a disk flush.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
+        self.durable = durable
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row; it is on disk when this returns."""
+        """Add one row."""
         data = line(row).encode()
         try:
             with open(self.path, "ab", buffering=0) as file:
                 written = file.write(data)
                 if written != len(data):
                     raise OSError(28, os.strerror(28))  # a short write is how a full disk first shows
-                os.fsync(file.fileno())
+                if self.durable:
+                    os.fsync(file.fileno())
         except OSError as error:
             raise _unwritable(self.path, error) from None
 

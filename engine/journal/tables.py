@@ -44,6 +44,11 @@ class Sheet:
         return len(self.heads) <= 3
 
     @property
+    def extra(self) -> int:
+        """Columns right of the spans."""
+        return len(self.heads) - sum(width for _, width in self.spans)
+
+    @property
     def detailed(self) -> bool:
         return any(cell.detail for line in self.lines for cell in line.cells)
 
