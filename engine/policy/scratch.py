@@ -6,6 +6,7 @@ They learn the generated tasks on a laptop in minutes and pass through every pat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -14,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from headrace.config import ScratchTextModel, ScratchVisionModel
 
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
-IMAGE, VIDEO, VISION_START, VISION_END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+MEDIA_TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FRAME = "frame"  # the one word that stands for every time stamp the processor writes into a clip
 
@@ -72,7 +73,8 @@ def build_vision(directory: Path, source: ScratchVisionModel, vocabulary: Sequen
     """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    tokenizer = word_tokenizer([*vocabulary, FRAME], (IMAGE, VIDEO, VISION_START, VISION_END))
+    tokenizer = word_tokenizer([*vocabulary, FRAME], tuple(MEDIA_TOKENS.values()))
+    vocabulary_ids: dict[str, Any] = tokenizer.get_vocab()
     third = HEAD_DIM // 2 // 3
     config = Qwen3VLConfig(
         text_config={
@@ -96,10 +98,7 @@ def build_vision(directory: Path, source: ScratchVisionModel, vocabulary: Sequen
             "num_position_embeddings": (IMAGE_SIDE // PATCH) ** 2,
             "deepstack_visual_indexes": list(range(min(2, source.vision_layers, source.layers))),
         },
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
-        video_token_id=tokenizer.convert_tokens_to_ids(VIDEO),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids(VISION_START),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids(VISION_END),
+        **{f"{name}_token_id": vocabulary_ids[token] for name, token in MEDIA_TOKENS.items()},
         tie_word_embeddings=True,
     )
     with _seeded(seed):
@@ -139,7 +138,7 @@ def word_tokenizer(vocabulary: Sequence[str], media_tokens: Sequence[str] = ()) 
     )
 
 
-def _decoder(source: ScratchTextModel | ScratchVisionModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
+def _decoder(source: ScratchTextModel | ScratchVisionModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """What both families' text configurations share."""
     used = len(tokenizer) + _SPARE_ROWS
     return {

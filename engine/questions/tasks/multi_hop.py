@@ -122,5 +122,6 @@ class MultiHop:
         hops = []
         for i in rng.choice(len(pairs), count, replace=count > len(pairs)):
             yes, no = 1 + rng.choice(source.max_value, 2, replace=False)
-            hops.append(Hop(*pairs[i], yes=int(yes), no=int(no)))
+            left, right = pairs[i]
+            hops.append(Hop(left, right, int(yes), int(no)))
         return Scene({name: int(value) for name, value in zip(names, values, strict=True)}, tuple(hops))
