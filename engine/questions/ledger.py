@@ -142,7 +142,9 @@ class Ledger:
         expected = {"version": _VERSION, "size": self.size, "seed": self.seed}
         for name, value in expected.items():
             if state.get(name) != value:
-                raise ValueError(f"ledger: the saved state has {name} = {state.get(name)!r}, this run has {value!r}")
+                raise ValueError(
+                    f"ledger: the saved state has {name} = {state.get(name)!r}, this run has {value!r}; go on with the same questions"
+                )
         try:
             epoch, cursor = int(state["epoch"]), int(state["cursor"])
             requeued = sorted({(int(epoch), int(place), int(index)) for epoch, place, index in state["open"]})
