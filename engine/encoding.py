@@ -179,6 +179,15 @@ class Encoder:
         ids = np.asarray(token_ids).tolist()
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def response_text(self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> str:
+        """A response as rewards read it: with the think tag that the prompt pre-filled, without the end token."""
+        ids = [int(index) for index in token_ids]
+        if ids and ids[-1] in self.eos_ids:
+            ids.pop()
+        if prompt.prefilled and self.think_open is not None:
+            ids.insert(0, self.think_open)
+        return self.decode(ids)
+
     def token_text(self, token_id: int) -> str:
         """Text of one token; empty for an id beyond the tokenizer."""
         return self.decode([token_id]) if token_id < len(self.tokenizer) else ""

@@ -95,7 +95,8 @@ class MediaLoader:
         )
         tensors = {name: done[name] for name in ("pixel_values_videos", "video_grid_thw")}
         if "second_per_grid_ts" in self.processor.model_input_names:  # Qwen2.5-VL spaces temporal positions by time
-            tensors["second_per_grid_ts"] = torch.tensor([step / metadata["sampled_fps"]])
+            sampled_fps = len(frames) / metadata["duration"]
+            tensors["second_per_grid_ts"] = torch.tensor([step / sampled_fps])
         return LoadedMedia(tensors, self.processor.replace_video_token(done, 0))
 
 
@@ -142,7 +143,6 @@ def _read_clip(media: Media, processor: Any) -> tuple[np.ndarray, dict[str, Any]
         indices = _frame_indices(media, processor, total, fps)
         frames = _pick(media.path, indices)
     metadata = {"total_num_frames": total, "fps": fps, "frames_indices": indices, "video_backend": "pyav", "duration": total / fps}
-    metadata["sampled_fps"] = len(indices) / max(total / fps, 1e-6)
     return np.stack([frames[index] for index in indices]), metadata
 
 

@@ -1,9 +1,7 @@
 """The policy: a Hugging Face model that runs packed rows and hands its hidden states to a head that never makes a logits matrix."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +15,10 @@ from headrace.config import ModelConfig
 from headrace.encoding import load_tokenizer
 from headrace.media import MediaLoader, media_loader
 from headrace.policy import attention
+from headrace.policy.vision import Vision
 from headrace.records import Media, Prompt
 
 T = TypeVar("T")
-
-FEATURE_CACHE_BYTES = 1 << 29
-"""Features of a frozen vision tower kept on the device; the newest item always stays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,18 +35,6 @@ class PackedRows:
     """[B] which prompt a row starts with; rows of one prompt share positions. None: all differ."""
 
 
-@dataclass(frozen=True, eq=False)
-class VisualFeatures:
-    """What the vision tower makes of one picture or clip."""
-
-    embeddings: Tensor  # [n, D], in place of the placeholder tokens
-    deepstack: tuple[Tensor, ...]  # each [n, D], added to the hidden states behind the first layers (Qwen3-VL)
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deepstack))
-
-
 class Policy(nn.Module):
     """A causal language model, with a vision tower or without.
 
@@ -61,9 +45,11 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, media: MediaLoader | None = None, *, train_vision: bool = False) -> None:
         super().__init__()
         self.model = model.eval()
-        self.vision = _Vision(model, media, frozen=not train_vision) if hasattr(model.config, "vision_config") else None
-        if self.vision is not None and not train_vision:
-            model.model.visual.requires_grad_(False)
+        self.vision = None
+        if hasattr(model.config, "vision_config"):
+            assert media is not None, "a vision-language model has a processor"
+            self.vision = Vision(model, media, frozen=not train_vision)
+            model.model.visual.requires_grad_(train_vision)
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, device: torch.device | str) -> "Policy":
@@ -124,113 +110,6 @@ class Policy(nn.Module):
         lengths = rows.cu_seqlens.diff().to(device)
         starts = torch.repeat_interleave(inputs["cu_seqlens"][:-1], lengths)
         return inputs | {"input_ids": token_ids[None], "position_ids": (torch.arange(len(token_ids), device=device) - starts)[None]}
-
-
-class _Vision:
-    """Pictures and clips in packed rows: features, where they go, and three-axis positions."""
-
-    def __init__(self, model: PreTrainedModel, media: MediaLoader | None, *, frozen: bool) -> None:
-        self.core, self.media, self.frozen = model.model, media, frozen
-        self.image_id, self.video_id = model.config.image_token_id, model.config.video_token_id
-        self._features: OrderedDict[Media, VisualFeatures] = OrderedDict()
-        self._room = FEATURE_CACHE_BYTES
-
-    def decoder_inputs(self, rows: PackedRows, token_ids: Tensor) -> dict[str, Any]:
-        """Embeddings with features inserted, positions [3, 1, N], and the deepstack features.
-
-        Raises:
-            ValueError: a row's placeholder tokens do not fit the features of its media.
-        """
-        embeddings = self.core.get_input_embeddings()(token_ids)  # [N, D]
-        inputs: dict[str, Any] = {"position_ids": self._positions(rows).to(token_ids.device)[:, None]}
-        if not any(rows.media):
-            return inputs | {"inputs_embeds": embeddings[None]}
-        features = self._encode(dict.fromkeys(item for items in rows.media for item in items))
-        places, parts = [], []
-        for kind, token in (("image", self.image_id), ("video", self.video_id)):
-            places.append((token_ids == token).nonzero().squeeze(1))
-            parts.append([features[item] for items in rows.media for item in items if item.kind == kind])
-            if len(places[-1]) != sum(len(part.embeddings) for part in parts[-1]):
-                raise ValueError(self._mismatch(rows, features, kind, token))
-        order = torch.cat(places).argsort()
-        flat = [part for kind_parts in parts for part in kind_parts]
-        visual = torch.cat([part.embeddings for part in flat]).to(embeddings.dtype)
-        inputs["inputs_embeds"] = embeddings.index_copy(0, torch.cat(places), visual)[None]
-        if flat[0].deepstack:
-            where = (token_ids == self.image_id) | (token_ids == self.video_id)
-            levels = zip(*(part.deepstack for part in flat), strict=True)
-            inputs |= {"visual_pos_masks": where[None], "deepstack_visual_embeds": [torch.cat(level)[order] for level in levels]}
-        return inputs
-
-    def _mismatch(self, rows: PackedRows, features: dict[Media, VisualFeatures], kind: str, token: int) -> str:
-        bounds = rows.cu_seqlens.tolist()
-        for row, items in enumerate(rows.media):
-            tokens = int((rows.token_ids[bounds[row] : bounds[row + 1]] == token).sum())
-            expected = sum(len(features[item].embeddings) for item in items if item.kind == kind)
-            if tokens != expected:
-                return f"row {row} has {tokens} {kind} tokens for {expected} {kind} features of {[item.path for item in items]}"
-        raise AssertionError("totals differ but no row does")
-
-    # -------------------------------------------------------------------------------------------------- features
-
-    def _encode(self, items: Sequence[Media] | dict[Media, None]) -> dict[Media, VisualFeatures]:
-        """Features of distinct items. A frozen tower encodes each by itself, once, without a graph: what is cached never depends on
-        its company, so a resumed run repeats to the bit. A trained tower runs once over all of them."""
-        if not self.frozen:
-            return dict(zip(items, self._run_tower(list(items)), strict=True))
-        for item in items:
-            if item in self._features:
-                self._features.move_to_end(item)
-                continue
-            with torch.no_grad():
-                (self._features[item],) = self._run_tower([item])
-            self._room -= self._features[item].bytes
-        found = {item: self._features[item] for item in items}
-        while self._room < 0 and len(self._features) > 1:
-            self._room += self._features.popitem(last=False)[1].bytes
-        return found
-
-    def _run_tower(self, items: list[Media]) -> list[VisualFeatures]:
-        assert self.media is not None, "a vision-language model has a processor"
-        tensors = [self.media.load(item).tensors for item in items]
-        device = self.core.visual.device
-        pixels = torch.cat([part["pixel_values" if "pixel_values" in part else "pixel_values_videos"] for part in tensors]).to(device)
-        grids = torch.cat([part["image_grid_thw" if "image_grid_thw" in part else "video_grid_thw"] for part in tensors]).to(device)
-        output = self.core.get_image_features(pixels, grids, return_dict=True)  # clips take the same path in the tower
-        levels = getattr(output, "deepstack_features", None) or ()
-        return [VisualFeatures(part, tuple(level[i] for level in levels)) for i, part in enumerate(output.pooler_output)]
-
-    # -------------------------------------------------------------------------------------------------- positions
-
-    def _positions(self, rows: PackedRows) -> Tensor:
-        """[3, N] time, height and width positions; each row counts from 0.
-
-        Only what comes before the end of the last medium needs the model's own index; behind it all axes count on together, since a
-        response holds no media. Rows of one prompt share that part.
-        """
-        token_ids, bounds = rows.token_ids.cpu(), rows.cu_seqlens.tolist()
-        heads: dict[int, Tensor] = {}
-        parts = []
-        for row, (start, stop) in enumerate(pairwise(bounds)):
-            prompt = -1 - row if rows.prompts is None else int(rows.prompts[row])
-            media = rows.media[row] if rows.media else ()
-            if prompt not in heads:
-                heads[prompt] = self._visual_positions(token_ids[start:stop], media)
-            head = heads[prompt]
-            first = int(head.max()) + 1 if head.numel() else 0
-            parts += [head, torch.arange(first, first + stop - start - head.shape[1]).expand(3, -1)]
-        return torch.cat(parts, dim=1) if parts else torch.zeros(3, 0, dtype=torch.int64)
-
-    def _visual_positions(self, token_ids: Tensor, media: Sequence[Media]) -> Tensor:
-        """[3, n] positions up to the row's last visual token; [3, 0] without media."""
-        kinds = (token_ids == self.image_id).int() + 2 * (token_ids == self.video_id).int()
-        if not media or not kinds.any():
-            return torch.zeros(3, 0, dtype=torch.int64)
-        assert self.media is not None
-        end = int(kinds.nonzero()[-1]) + 1
-        grids = {name: value for name, value in self.media.tensors(media).items() if not name.startswith("pixel_values")}
-        positions, _ = self.core.get_rope_index(token_ids[None, :end], mm_token_type_ids=kinds[None, :end], **grids)
-        return positions[:, 0]
 
 
 # ------------------------------------------------------------------------------------------------------ loading
