@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
@@ -187,7 +187,9 @@ class _Runner(Protocol):
     def stop(self) -> None: ...
 
 
-def _runner_factory(config: RewardConfig, reward: RewardFunction | str | None, verify: VerifyFunction | str | None):
+def _runner_factory(
+    config: RewardConfig, reward: RewardFunction | str | None, verify: VerifyFunction | str | None
+) -> "Callable[[], _Runner]":
     """Makes runners of the kind that suits the functions."""
     named = name_of(verify) if callable(verify) else verify
     if config.workers and not callable(reward) and (verify is None or named):
