@@ -67,7 +67,7 @@ class RowDecoder:
             parts.append([(_padded(layer.keys, columns), _padded(layer.values, columns)) for layer in cache.layers])
         layers = [tuple(torch.cat(sides) for sides in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
         self.prompts = SharedPrompts(layers, _padding_mask(lengths, self.device), Sharing.of(owners, len(prompts), self.device))
-        self.cache = ResponseCache(cache, len(owners), min(new_tokens, RESERVED_TOKENS))
+        self.cache = ResponseCache(layers, len(owners), min(new_tokens, RESERVED_TOKENS))
         owner = torch.tensor(owners, device=self.device)
         self.positions = torch.stack(following)[owner][:, None]  # [B, 1] of the next token
         self.logits = self._logits(torch.cat(hidden)).index_select(0, owner)

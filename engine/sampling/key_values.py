@@ -4,7 +4,8 @@ All rows are equally long, so a step writes one column. Buffers grow by half whe
 used.
 """
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
@@ -21,11 +22,10 @@ class GrowingLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, template: Tensor, rows: int, capacity: int) -> None:
+    def __init__(self, prompt_keys: Tensor, prompt_values: Tensor, rows: int, capacity: int) -> None:
         super().__init__()
-        heads, width = template.shape[1], template.shape[3]
-        self.keys: Tensor = template.new_empty(rows, heads, capacity, width)
-        self.values: Tensor = torch.empty_like(self.keys)
+        self.keys: Tensor = _room(prompt_keys, rows, capacity)
+        self.values: Tensor = _room(prompt_values, rows, capacity)
         self.rows, self.length, self.is_initialized = rows, 0, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,7 +45,7 @@ class GrowingLayer(CacheLayerMixin):
         capacity = max(needed, int(self.length * GROWTH))
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)[: self.rows]
-            new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+            new = _room(old, self.rows, capacity)
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
 
@@ -70,12 +70,19 @@ class GrowingLayer(CacheLayerMixin):
 class ResponseCache(Cache):
     """Keys and values of the responses in all layers."""
 
-    layers: list[GrowingLayer]
-
-    def __init__(self, template: Cache, rows: int, capacity: int) -> None:
-        super().__init__(layers=[GrowingLayer(layer.keys, rows, capacity) for layer in template.layers])
+    def __init__(self, prefilled: Sequence[tuple[Tensor, Tensor]], rows: int, capacity: int) -> None:
+        """Args:
+        prefilled: keys and values of any prompts in each layer, [U, Hkv, P, d], for their shapes.
+        """
+        self.growing = [GrowingLayer(keys, values, rows, capacity) for keys, values in prefilled]
+        super().__init__(layers=list(self.growing))
 
     def keep(self, holes: Tensor, movers: Tensor, rows: int) -> None:
         """See `GrowingLayer.keep`."""
-        for layer in self.layers:
+        for layer in self.growing:
             layer.keep(holes, movers, rows)
+
+
+def _room(like: Tensor, rows: int, capacity: int) -> Tensor:
+    """Uninitialised [rows, Hkv, capacity, d]."""
+    return like.new_empty(rows, like.shape[1], capacity, like.shape[3])
