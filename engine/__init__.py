@@ -1,9 +1,20 @@
 """Headrace: reinforcement learning with verifiable rewards on language and vision-language models."""
 
-from headrace import torchvision_ops
+from typing import TYPE_CHECKING, Any
+
 from headrace.config import Config, load_config
 
-torchvision_ops.install()  # before anything imports transformers, in every process of ours
+if TYPE_CHECKING:
+    from headrace.trainer import Trainer, TrainResult
 
-__all__ = ["Config", "load_config"]
+__all__ = ["Config", "TrainResult", "Trainer", "load_config"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``Trainer`` and ``TrainResult`` on first use: torch and transformers stay out of processes that only need a record."""
+    if name in ("Trainer", "TrainResult"):
+        from headrace import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,7 @@ from headrace.sampling.local import LocalEngine
 from headrace.streams import stream
 
 RewardFunction = Callable[[Question, str], float | Reward]
+"""The user's own reward; the name ``module:function`` of one may stand in its place and runs in a process that can be killed."""
 
 MAY_CHANGE = (
     "run.steps",
@@ -90,7 +91,7 @@ class _Rows:
 
 
 @contextmanager
-def assemble(config: Config, reward: RewardFunction | None, questions: Sequence[Question] | None, *, fresh: bool) -> Iterator[Parts]:
+def assemble(config: Config, reward: RewardFunction | str | None, questions: Sequence[Question] | None, *, fresh: bool) -> Iterator[Parts]:
     """Build everything, hand it over, and close it again.
 
     Raises:
@@ -101,7 +102,11 @@ def assemble(config: Config, reward: RewardFunction | None, questions: Sequence[
     rollouts = None
     try:
         parallel.run_on_main(lambda: _claim_folder(config, fresh))
-        train: QuestionSet = _Rows(questions) if questions is not None else load(config.questions.train, config.run.seed, "train")
+        train: QuestionSet = (
+            _Rows(questions)
+            if questions is not None
+            else load(config.questions.train, config.run.seed, "train", require_answer=reward is None)
+        )
         if not len(train):
             raise ConfigError("questions.train: there are no questions")
         directories: list[Path] = []
@@ -122,7 +127,7 @@ def assemble(config: Config, reward: RewardFunction | None, questions: Sequence[
         ranks.stop()
 
 
-def _rollout_side(parts: Parts, train: QuestionSet, reward: RewardFunction | None, replica: Policy | None) -> RolloutSide:
+def _rollout_side(parts: Parts, train: QuestionSet, reward: RewardFunction | str | None, replica: Policy | None) -> RolloutSide:
     config, encoder = parts.config, parts.encoder
     scorer = ScoringPool(config.reward, reward=reward, verify=getattr(train, "verify", None))
     engine = LocalEngine(replica or parts.policy, encoder, batch_rows=config.sampling.batch_rows, version=lambda: parts.version)

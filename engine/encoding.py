@@ -40,9 +40,14 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase, tuple[int,
         tokenizer = loader.processor.tokenizer if loader is not None else AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{directory}: no usable tokenizer ({' '.join(str(error).split())[:200]})") from None
+    return tokenizer, add_think_tags(tokenizer)
+
+
+def add_think_tags(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Make both think tags single tokens; returns the new ids, none where they are already."""
     known = len(tokenizer)
     tokenizer.add_tokens([tag for tag in (THINK_OPEN, THINK_CLOSE) if single_token(tokenizer, tag) is None])
-    return tokenizer, tuple(range(known, len(tokenizer)))
+    return tuple(range(known, len(tokenizer)))
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:

@@ -35,7 +35,8 @@ class Trainer:
     Args:
         config: the whole run.
         reward: ``reward(question, text) -> float | Reward`` instead of the configured verifier; ``text`` is the whole
-            response, a pre-filled think tag included. The accuracy of a plain score is ``score >= 1``.
+            response, a pre-filled think tag included. The accuracy of a plain score is ``score >= 1``. Given by name,
+            ``"module:function"``, it runs in a process of its own that can be killed.
         questions: questions to train on instead of ``config.questions.train``.
         fresh: delete what an earlier run of this name left.
     """
@@ -44,7 +45,7 @@ class Trainer:
         self,
         config: Config,
         *,
-        reward: RewardFunction | None = None,
+        reward: RewardFunction | str | None = None,
         questions: Sequence[Question] | None = None,
         fresh: bool = False,
     ) -> None:

@@ -1,17 +1,18 @@
-"""headrace report RUN [RUN…]: rebuild a run's report, or compare several."""
+"""``headrace report RUN [RUN…]``: rebuild a run's report, or compare several."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from headrace.journal.report import build
+import typer
 
 
-def report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page and return where it is.
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, e.g. runs/demo; several are compared")],
+    out: Annotated[Path | None, typer.Option(help="Page to write; by default report.html in the run, or comparison.html beside it")] = None,
+) -> None:
+    """Write one self-contained HTML page."""
+    from headrace.journal.report import build
 
-    Without ``out`` a single run's report goes into its own folder, a comparison beside the first run.
-    """
-    folders = [Path(run) for run in runs]
     if out is None:
-        out = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
-    return build(folders, out)
+        out = runs[0] / "report.html" if len(runs) == 1 else runs[0].resolve().parent / "comparison.html"
+    print(f"report: {build(runs, out)}")

@@ -64,7 +64,7 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 def between(interval: tuple[float, float], form: str = ".2f") -> str:
     """An interval as the page prints it."""
-    return f"{number(interval[0], form)} to {number(interval[1], form)}"
+    return f"{number(interval[0], form)}\u00a0to\u00a0{number(interval[1], form)}"
 
 
 def rate_cell(rate: Rate) -> Cell:

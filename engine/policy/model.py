@@ -63,7 +63,7 @@ class Policy(nn.Module):
         model: Any = _read_model(directory, getattr(torch, config.dtype))
         _check_packing(model, directory)
         if added:
-            _add_rows(model, added)
+            add_rows(model, added)
         return cls(model.to(device), media_loader(directory), train_vision=config.train_vision)
 
     @property
@@ -140,7 +140,7 @@ def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _add_rows(model: Any, added: Sequence[int]) -> None:
+def add_rows(model: Any, added: Sequence[int]) -> None:
     """Give added tokens rows in embedding and head: the mean of the rows before them."""
     rows = model.get_input_embeddings().weight.shape[0]
     if max(added) >= rows:

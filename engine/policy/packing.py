@@ -50,7 +50,7 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
 
     def stream(values: Sequence[Array], dtype: type) -> Array:
         """Per-token stream [N] with zeros on prompt positions."""
-        out = np.zeros(tokens, dtype=dtype)
+        out: Array = np.zeros(tokens, dtype=dtype)
         if values:
             out[response_mask] = np.concatenate(values)
         return out
@@ -125,7 +125,7 @@ def response_lengths(response_mask: Array, cu_seqlens: Array) -> Array:
     return before[cu_seqlens[1:]] - before[cu_seqlens[:-1]]
 
 
-def take_rows(batch: StepBatch, rows: Sequence[int]) -> StepBatch:
+def take_rows(batch: StepBatch, rows: Sequence[int] | Array) -> StepBatch:
     """The given rows, in that order, with their weights unchanged."""
     chosen = np.asarray(rows, dtype=np.int64)
     if len(chosen) == len(batch.prompts) and np.array_equal(chosen, np.arange(len(chosen))):

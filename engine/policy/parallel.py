@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from headrace.config import ModelConfig
+from headrace.policy.model import Policy
 from headrace.records import Media, StepBatch
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ def stop() -> None:
 # ------------------------------------------------------------------------------------------------------ model
 
 
-def prepare(policy: nn.Module, config: ModelConfig, parallel: Parallel) -> None:
+def prepare(policy: Policy, config: ModelConfig, parallel: Parallel) -> None:
     """Activation checkpointing and, with several ranks, FSDP2; in place. Copies for a reference are taken before.
 
     Every decoder layer is a unit; the root unit holds the rest: norm, embeddings and head (one tensor where tied) and

