@@ -102,13 +102,7 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
     rollouts = None
     try:
         parallel.run_on_main(lambda: _claim_folder(config, fresh))
-        train: QuestionSet = (
-            _Rows(questions)
-            if questions is not None
-            else load(config.questions.train, config.run.seed, "train", require_answer=reward is None)
-        )
-        if not len(train):
-            raise ConfigError("questions.train: there are no questions")
+        train = _questions(config, questions, needs_answers=reward is None)
         directories: list[Path] = []
         parallel.run_on_main(lambda: directories.append(_starting_model(config, train, parallel, journal)))
         directory = Path(parallel.broadcast_json(str(directories[0]) if directories else None))
@@ -125,6 +119,15 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
             rollouts.scorer.close()
         journal.close()
         ranks.stop()
+
+
+def _questions(config: Config, own: Sequence[Question] | None, needs_answers: bool) -> QuestionSet:
+    """What to train on: the user's own questions, or the configured source."""
+    if own is None:
+        return load(config.questions.train, config.run.seed, "train", require_answer=needs_answers)
+    if not own:
+        raise ConfigError("questions: an empty sequence was given to the trainer")
+    return _Rows(own)
 
 
 def _rollout_side(parts: Parts, train: QuestionSet, reward: RewardFunction | str | None, replica: Policy | None) -> RolloutSide:
