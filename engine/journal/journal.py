@@ -95,6 +95,7 @@ class Journal:
         self._alerts = Alerts()
         self._trackers: list[Tracker] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._beside = 0.0
         self._phases: list[str] = []
         self._mark = self._last_log = time.perf_counter()
 
@@ -121,6 +122,7 @@ class Journal:
         self.screen.step = max(step, 0)
         if step > 0:
             self.screen.say(f"resuming after step {step}")
+        self._beside = 0.0
         self._mark = self._last_log = time.perf_counter()
 
     @contextmanager
@@ -147,15 +149,18 @@ class Journal:
         now = time.perf_counter()
         if self._phases:
             self._seconds[self._phases[-1]] += now - self._mark
+            if self._phases[-1] in BESIDE_STEPS:
+                self._beside += now - self._mark
         self._mark = now
 
     def _timings(self, tokens: float) -> dict[str, float]:
         self._charge()
         wall = self._mark - self._last_log
         self._last_log = self._mark
-        step = wall - sum(self._seconds[name] for name in BESIDE_STEPS if name in self._seconds)
+        step = wall - self._beside
         timings = {f"time/{name.replace(' ', '_')}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
+        self._beside = 0.0
         rate = {"time/tokens_per_s": tokens / step} if step > 0 else {}
         return {**timings, **rate, "time/step": step, "time/wall": wall, "time/unix": time.time()}
 

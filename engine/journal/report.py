@@ -89,7 +89,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
             "update": panels.draw(panels.UPDATE, runs),
             "cost": panels.draw(panels.COST, runs),
         },
-        "breakdowns": [(run.name, _breakdown(run)) for run in runs if _breakdown(run)],
+        "breakdowns": [(run.name, _breakdown(run), _beside(run)) for run in runs if tables.phases(run)],
         "controls": [
             (run.name, tables.control(run), tables.verdict(run)) for run in runs if run.has("control/groups_n") and _controlled(run)
         ],
@@ -222,8 +222,15 @@ def _tiles(run: RunData) -> list[Tile]:
     return tiles
 
 
+def _beside(run: RunData) -> str:
+    """What ran between the steps, in one sentence; the time after the last step is not on record."""
+    steps = float(np.nansum(run.column("time/step")))
+    parts = [f"{name} {tables.number(seconds, '.3g')} s" for name, seconds in tables.phases(run, beside=True)]
+    return f"Besides {steps:,.0f} s of steps, up to the last one: {', '.join(parts)}." if parts else ""
+
+
 def _breakdown(run: RunData) -> list[dict[str, Any]]:
-    """Phases of a step with seconds and share of the longest bar."""
+    """Phases of a step with seconds and share of the bar."""
     parts = tables.phases(run)
     total = sum(seconds for _, seconds in parts)
     return [

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.journal.intervals import rate_difference, wilson
+from headrace.journal.journal import BESIDE_STEPS
 from headrace.journal.run_data import Rate, RunData
 
 NOTHING = "–"
@@ -221,13 +222,19 @@ def update(runs: Sequence[RunData]) -> Sheet:
 
 
 _NOT_PHASES = {"step", "wall", "unix", "tokens_per_s", "utilisation", "idle_ratio"}
+_BESIDE_STEPS = {name.replace(" ", "_") for name in BESIDE_STEPS}
+_INSIDE = {"forward_backward": "update", "optimizer": "update"}
+"""Timings that are part of another phase."""
 
 
-def phases(run: RunData) -> list[tuple[str, float]]:
-    """Mean seconds a step spends in every phase, longest first; a phase that a step skips counts as zero there."""
-    names = [name.removeprefix("time/") for name in run.columns if name.startswith("time/")]
-    seconds = {name: float(np.nan_to_num(run.column(f"time/{name}")).mean()) for name in names if name not in _NOT_PHASES}
-    return sorted(((name.replace("_", " "), value) for name, value in seconds.items() if value > 0), key=lambda item: -item[1])
+def phases(run: RunData, *, beside: bool = False) -> list[tuple[str, float]]:
+    """Mean seconds of a step's phases, longest first; with ``beside``, total seconds of what runs between steps."""
+    seconds = {}
+    for name in (column.removeprefix("time/") for column in run.columns if column.startswith("time/")):
+        if name not in _NOT_PHASES and name not in _INSIDE and not name.endswith("per_s") and (name in _BESIDE_STEPS) is beside:
+            values = np.nan_to_num(run.column(f"time/{name}"))
+            seconds[name.replace("_", " ")] = float(values.sum() if beside else values.mean())
+    return sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda item: -item[1])
 
 
 def cost(runs: Sequence[RunData]) -> Sheet:
@@ -238,6 +245,10 @@ def cost(runs: Sequence[RunData]) -> Sheet:
         _cost_line("step time (s)", [run.mean("time/step") for run in runs]),
         _cost_line("wall-clock between steps (s)", [run.mean("time/wall") for run in runs]),
         *(_cost_line(f"{name} (s)", [timing.get(name, math.nan) for timing in timings]) for name in names),
+        *(
+            _cost_line(f"of {phase}: {name.replace('_', ' ')} (s)", [run.mean(f"time/{name}") for run in runs])
+            for name, phase in _INSIDE.items()
+        ),
         _cost_line("response tokens per second", [run.mean("time/tokens_per_s") for run in runs]),
         _cost_line("model utilisation", [run.mean("time/utilisation") for run in runs]),
         _cost_line("trainer idle ratio", [run.mean("time/idle_ratio") for run in runs]),

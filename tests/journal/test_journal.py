@@ -196,6 +196,24 @@ def test_inner_phases_are_not_counted_twice(tmp_path, monkeypatch):
     assert row["time/tokens_per_s"] == pytest.approx(100 / 3)
 
 
+def test_a_warm_start_before_the_run_opens_is_logged_but_is_no_step_time(tmp_path, monkeypatch):
+    clock = iter([0, 0, 50, 60, 60, 63, 64])
+    monkeypatch.setattr("headrace.journal.journal.time.perf_counter", lambda: next(clock))
+    journal = Journal(config(tmp_path), 3, quiet=True)  # second 0
+    with journal.phase("warm start"):  # 0 to 50
+        pass
+    journal.start()  # 60
+    with journal.phase("sampling"):  # 60 to 63
+        pass
+    row = journal.log(1, {})  # 64
+    assert {name: row[f"time/{name}"] for name in ("warm_start", "sampling", "wall", "step")} == {
+        "warm_start": 50,
+        "sampling": 3,
+        "wall": 4,
+        "step": 4,
+    }
+
+
 def test_missing_wandb_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     journal = Journal(config(tmp_path, journal={"tensorboard": False, "wandb": "project"}), 1, quiet=True)
