@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from headrace import torchvision_ops
 from headrace.config import Config, load_config
+
+torchvision_ops.install()  # before anything imports transformers, in every process of ours
 
 if TYPE_CHECKING:
     from headrace.trainer import Trainer, TrainResult
