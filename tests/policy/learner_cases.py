@@ -1,17 +1,20 @@
 """Groups, batches and a tiny learner, for the tests of packing, update, ranks and checkpoints."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from headrace.config import Config, LossConfig, SamplingConfig, ScratchTextModel
+from headrace.config import Config, LossConfig, SamplingConfig, ScratchTextModel, ScratchVisionModel
+from headrace.encoding import Encoder
 from headrace.policy.model import Policy
 from headrace.policy.packing import build_batch
 from headrace.policy.parallel import Parallel
-from headrace.policy.scratch import build_text
+from headrace.policy.scratch import build_text, build_vision
 from headrace.policy.update import Learner
 from headrace.records import Completion, Group, Media, Prompt, Question, Reward, Rollout, StepBatch
 
@@ -43,9 +46,11 @@ def make_group(
     return Group(Prompt(question, np.asarray(prompt, dtype=np.int64)), tuple(rollouts), advantages=np.asarray(advantages, dtype=np.float32))
 
 
-def random_groups(rng: np.random.Generator, groups: int, size: int = 4, longest: int = 9, zero_groups: int = 0) -> list[Group]:
+def random_groups(
+    rng: np.random.Generator, groups: int, size: int = 4, longest: int = 9, zero_groups: int = 0, vocabulary: int = 64
+) -> list[Group]:
     """Groups of random tokens and lengths, a fifth of the positions masked; the first ``zero_groups`` have no advantage."""
-    allowed = np.setdiff1d(np.arange(64), BANNED)
+    allowed = np.setdiff1d(np.arange(vocabulary), BANNED)
     made = []
     for g in range(groups):
         rollouts = []
@@ -66,6 +71,28 @@ def tiny_model(directory: Path, hidden: int = 32, layers: int = 2, seed: int = 0
     """A model directory of about 30 k parameters and 64 or more head rows."""
     build_text(directory, ScratchTextModel(kind="scratch_text", hidden=hidden, layers=layers, heads=2), [f"w{i}" for i in range(56)], seed)
     return directory
+
+
+def tiny_vision_model(directory: Path) -> Path:
+    """A Qwen3-VL of the smallest sizes, head of 64 or more rows."""
+    source = ScratchVisionModel(kind="scratch_vision", hidden=32, layers=2, heads=2, vision_hidden=32, vision_layers=2)
+    build_vision(directory, source, [f"w{i}" for i in range(48)], 0)
+    return directory
+
+
+def picture_batch(model: Path, seed: int, loss: LossConfig) -> StepBatch:
+    """Two groups about a picture each and two about none; a rank may therefore see no picture in a micro-batch."""
+    encoder = Encoder.load(model, think_prefill=True, system_prompt=None, max_prompt_tokens=99)
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number, group in enumerate(random_groups(rng, 4, size=3, vocabulary=48)):
+        path = model / f"{seed}.{number}.png"
+        Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(path)
+        media = (Media("image", str(path)),) if number % 2 else ()
+        content = "<image> w1 w2" if media else "w3 w4"
+        question = Question(f"q{number}", ({"role": "user", "content": content},), "", media)
+        groups.append(replace(group, prompt=encoder.encode(question)))
+    return build_batch(groups, loss, SAMPLING)
 
 
 def make_config(directory: Path, **sections: Any) -> Config:

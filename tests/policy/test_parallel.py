@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headrace import checkpoint
 from headrace.config import Config
 from headrace.policy import parallel as ranks
 from headrace.policy.packing import rows_with_gradient, schedule
 from headrace.policy.parallel import pack_batch
-from tests.policy.learner_cases import BANNED, make_config, make_learner, random_batch, tiny_model
+from tests.policy.learner_cases import BANNED, make_config, make_learner, picture_batch, random_batch, tiny_model, tiny_vision_model
 
 RATE = {"learning_rate": 2e-3}  # Adam turns rounding noise in a gradient near zero into a share of the rate
 PLAIN = {"loss": {"kl_coef": 0.05, "entropy_coef": 0.01}, "optimizer": RATE}
@@ -41,11 +41,19 @@ def folder(tmp_path_factory):
         "recomputed": make_config(model, model={"activation_checkpointing": True}, learner={"updates_per_batch": 2}, optimizer=RATE),
         "split": make_config(model),
     }
+    visual = tiny_vision_model(folder / "visual")
+    for name, trained in (("vision_trained", True), ("vision_frozen", False)):
+        configs[name] = make_config(visual, model={"train_vision": trained}, optimizer=RATE, learner={"micro_batch_tokens": 30})
     (folder / "banned.json").write_text(json.dumps(BANNED))
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(config.model_dump_json())
-        for number in range(STEPS):
-            batch = random_batch(100 + number, config.loss, zero_groups=number % 2, size=3)
+        for number in range(2 if "vision" in name else STEPS):
+            pictures = "vision" in name
+            batch = (
+                random_batch(100 + number, config.loss, zero_groups=number % 2, size=3)
+                if not pictures
+                else picture_batch(visual, number, config.loss)
+            )
             (folder / f"{name}-{number}.batch").write_bytes(pack_batch(batch))
     single, _ = train(folder, "plain", configs["plain"])
     checkpoint.save(folder / "single", STEPS, single, {"ledger": [1, 2]})
@@ -62,9 +70,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["plain", "recomputed"])
+@pytest.mark.parametrize("name", ["plain", "recomputed", "vision_trained", "vision_frozen"])
 def test_two_ranks_train_like_one_process(folder, name):
-    """Weights and metrics agree to 1e-5 after four batches; the second case recomputes activations and steps twice a batch."""
+    """Weights and metrics agree to 1e-5 after four batches; the second case recomputes activations and steps twice a batch.
+
+    With pictures in half of the groups, a rank meets micro-batches that do not use the vision tower its peer trains.
+    """
     learner, alone = train(folder, name, ranks_config(folder, name))
     together = load_file(folder / f"{name}.safetensors")
     for key, parameter in learner.policy.named_parameters():
@@ -114,6 +125,13 @@ def test_a_checkpoint_of_one_process_loads_into_two_ranks(folder):
     for name, parameter in learner.policy.named_parameters():
         assert torch.equal(resumed[name], parameter)
         assert torch.equal(resumed[f"{name}.exp_avg_sq"], learner.optimizer.state_dict()[name]["exp_avg_sq"])
+
+
+def test_a_sharded_vision_language_policy_exports_under_the_names_it_came_with(folder):
+    before, after = load_file(folder / "visual" / "model.safetensors"), load_file(folder / "exported_visual" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} >= {name for name in before if "visual.merger" in name}
+    AutoModelForImageTextToText.from_pretrained(folder / "exported_visual")
 
 
 def test_a_sharded_policy_exports_whole(folder):

@@ -70,15 +70,20 @@ def split(folder: Path, name: str, parallel: ranks.Parallel) -> None:
         save_file(found, folder / f"{name}.safetensors")
 
 
+def export(learner: Learner, directory: Path) -> None:
+    encoder = Encoder.load(learner.config.model.source.path, think_prefill=True, system_prompt=None, max_prompt_tokens=99)
+    checkpoint.export(learner.policy, encoder, directory)
+
+
 def main(folder: Path) -> None:
     parallel = ranks.start(deadline=120)
     train(folder, "recomputed", parallel)
+    train(folder, "vision_frozen", parallel)
+    export(train(folder, "vision_trained", parallel), folder / "exported_visual")
     split(folder, "split", parallel)
     learner = train(folder, "plain", parallel)
     checkpoint.save(folder / "checkpoints", 4, learner, {"from": "two ranks"})
-    config = learner.config
-    encoder = Encoder.load(Path(config.model.source.path), think_prefill=True, system_prompt=None, max_prompt_tokens=99)
-    checkpoint.export(learner.policy, encoder, folder / "exported")
+    export(learner, folder / "exported")
     resumed = make(folder, "plain", parallel)
     restored = checkpoint.restore(folder / "single", resumed)
     full = weights(resumed, parallel)
