@@ -16,6 +16,8 @@ SHOWN = (
 )
 PLAIN_LINES = 20
 """Lines a run prints when nobody watches."""
+PLAIN_TICKS = 4
+"""Lines of a long phase then."""
 
 
 class Screen:
@@ -70,9 +72,10 @@ class Screen:
         """Progress inside a long phase, such as a warm start."""
         bar = self._bar()
         if bar is not None:
-            bar.update(
-                self._task, description=escape(phase), completed=done, total=max(total, 1), count=f"{done}/{total}", summary=escape(note)
-            )
+            count = f"{done}/{total}"
+            bar.update(self._task, description=escape(phase), completed=done, total=max(total, 1), count=count, summary=escape(note))
+        elif done == total or done % max(1, total // PLAIN_TICKS) == 0:
+            self.say(f"{phase} {done}/{total}  {note}".rstrip())
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""

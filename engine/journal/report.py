@@ -75,7 +75,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
     sheets = {
         "evaluations": scores.evaluations(runs),
         "signal": tables.signal(runs),
-        "positions": tables.positions([run for run in runs if run.has("mask/positions_n")]),
+        "positions": tables.positions([run for run in runs if np.nansum(run.column("mask/positions_n"))]),
         "update": tables.update(runs),
         "cost": tables.cost(runs),
     }
@@ -94,6 +94,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
             (run.name, tables.control(run), tables.verdict(run)) for run in runs if run.has("control/groups_n") and _controlled(run)
         ],
         "clouds": [(run.name, _clouds(run)) for run in runs if run.mask_counts.removed],
+        "silent": [run.name for run in runs if np.nansum(run.column("mask/responses_n")) and not np.nansum(run.column("mask/positions_n"))],
         "runs": [_described(run) for run in runs],
         "smoothing": _smoothing(runs),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -210,8 +211,8 @@ def _tiles(run: RunData) -> list[Tile]:
     restored = run.rate("cge/restored")
     if restored.total:
         plain = run.rate("control/restored")
-        detail = f"control without the mask {plain.value:.0%} of {plain.total:.0f}" if plain.total else "no control arm"
-        tiles.append(Tile("variance restored by the mask", f"{restored.value:.0%} of {restored.total:.0f}", detail))
+        detail = f"unmasked control {plain.value:.0%} of {plain.total:.0f}" if plain.total else "no control arm"
+        tiles.append(Tile("variance restored, masked second waves", f"{restored.value:.0%} of {restored.total:.0f}", detail))
     both, first_wave = run.rate("group/grad_both"), run.rate("group/grad_first_wave")
     if both.total:
         two_waves = run.has("cge/intervened")

@@ -154,7 +154,7 @@ def verdict(run: RunData) -> str:
         return ""
     low, high = rate_difference(masked.count, masked.total, plain.count, plain.total)
     gap = masked.value - plain.value
-    ending = "this run is too small to tell the mask from luck" if low <= 0 <= high else f"the mask's own share is {number(gap, '+.2f')}"
+    ending = "this run cannot tell the mask from luck" if low <= 0 <= high else f"the mask's own share is {number(gap, '+.2f')}"
     return (
         f"The masked second wave restored variance in {masked.value:.0%} of {masked.total:.0f} triggered groups, an unmasked one in "
         f"{plain.value:.0%} of {plain.total:.0f}: {ending} (95 % interval {between((low, high), '+.2f')})."

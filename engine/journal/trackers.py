@@ -23,15 +23,22 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
+        self.folder = folder / "tensorboard"
         try:
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+            self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
         except OSError as error:
-            raise JournalError(f"{folder / 'tensorboard'}: cannot be written ({error.strerror or error})") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> JournalError:
+        return JournalError(f"{self.folder}: cannot be written ({error.strerror or error})")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # a killed run keeps its curves
+        try:
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()  # a killed run keeps its curves
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         self.writer.close()

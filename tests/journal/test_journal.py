@@ -282,6 +282,14 @@ def test_without_a_terminal_a_run_prints_about_twenty_plain_lines(tmp_path, caps
     assert not any("\x1b" in text for text in lines)
 
 
+def test_a_long_phase_says_where_it_is_without_a_terminal(tmp_path, capsys):
+    journal = Journal(config(tmp_path), 10)
+    with journal.phase("warm start") as tick:
+        for done in range(1, 101):
+            tick(done, 100, "loss 0.5")
+    assert capsys.readouterr().err.splitlines() == [f"run: warm start {done}/100  loss 0.5" for done in (25, 50, 75, 100)]
+
+
 def test_on_a_terminal_the_live_line_shows_phase_step_and_metrics():
     console = Console(force_terminal=True, width=140, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
     screen = Screen("run", 10, console=console)

@@ -227,7 +227,7 @@ def test_the_verdict_tells_a_small_run_from_a_clear_one(tmp_path):
     cracked, hopeless = group([0, 0], [1, 0]), group([0, 0], [0, 0])
     lucky, unlucky = group([0, 0], [1, 0], "control"), group([0, 0], [0, 0], "control")
     journal.log(1, {}, [cracked, hopeless, lucky, unlucky, unlucky])
-    assert "too small to tell the mask from luck" in tables.verdict(read_run(journal.folder))
+    assert "cannot tell the mask from luck" in tables.verdict(read_run(journal.folder))
     journal.log(2, {}, [cracked] * 60 + [hopeless] * 40 + [lucky] * 5 + [unlucky] * 95)
     assert "the mask's own share is +0.54" in tables.verdict(read_run(journal.folder))
 
