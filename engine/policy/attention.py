@@ -54,6 +54,11 @@ def row_buckets(cu_seqlens: Tensor) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether rows go to the flash kernel; elsewhere they go through buckets."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
 def _scatter(packed: Tensor, bucket: Bucket) -> Tensor:
     """[N, H, d] -> [rows, length, H, d], pads zero."""
     padded = packed.new_zeros(bucket.rows * bucket.length, *packed.shape[1:])
@@ -121,7 +126,7 @@ def varlen_attention(
         [N, H, d]
     """
     grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+    if is_fused(q.device, q.dtype):
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1, 0 if causal else -1)

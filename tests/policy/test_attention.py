@@ -117,3 +117,19 @@ def test_variants_it_would_compute_wrongly_are_refused(options):
         attention_forward(Layer(), q, q, q, None, cu_seqlens=torch.tensor([0, 5]), max_length=5, **options)
     with pytest.raises(ValueError, match="not supported"):
         attention_forward(Layer(), q, q, q, None, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_cpu(dtype):
+    """The flash kernel (half precision) and the buckets (fp32) on a GPU against float64 on the CPU, forward and backward."""
+    inputs, cu_seqlens = make((1, 40, 3, 17, 200), width=32)
+    weight = torch.randn(261, 4, 32, dtype=torch.float64)
+    want = plain(*inputs, cu_seqlens, 0.3)
+    want_grads = torch.autograd.grad((want * weight).sum(), inputs)
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs]
+    got = varlen_attention(*on_gpu, cu_seqlens.cuda(), 200, scale=0.3)
+    got_grads = torch.autograd.grad((got.double() * weight.cuda()).sum(), on_gpu)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for a, b in zip((got, *got_grads), (want, *want_grads), strict=True):
+        assert (a.cpu().double() - b).abs().max() <= tolerance * b.abs().max()
