@@ -72,20 +72,22 @@ class Parallel:
         return unpack_batch(self.broadcast_bytes(pack_batch(batch) if batch is not None else None))
 
     def run_on_main(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on rank 0 while the others wait; its failure is raised on every rank.
+        """Run ``action`` on rank 0 while the others wait; if it fails, every rank fails, instead of waiting for ever.
 
         Raises:
-            OSError, ValueError: what the action raised, on rank 0 as it was, elsewhere with its text.
+            Exception: what the action raised, on rank 0; a ValueError with its text elsewhere.
         """
         failure: Exception | None = None
         if self.is_main:
             try:
                 action()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 failure = error
-        text = self.broadcast_json(str(failure) if failure is not None else None)
+        text = self.broadcast_json(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
         if text is not None:
-            raise failure if failure is not None else OSError(text)
+            raise ValueError(f"rank 0 failed: {text}")
 
 
 def of_policy(policy: nn.Module) -> Parallel:

@@ -77,8 +77,7 @@ class Learner:
         metrics["learner/response_tokens"] = float(batch.response_mask.sum())
         metrics["learner/rows"] = float(len(batch.prompts))
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
-        seconds = time.perf_counter() - started
-        return metrics | {"time/update": seconds, "learner/tokens_per_second": len(batch.token_ids) / seconds}
+        return metrics | {"time/learner_tokens_per_s": len(batch.token_ids) / (time.perf_counter() - started)}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights (fp32 masters where there are any) and moments by name: the live tensors, loaded in place.
@@ -110,18 +109,19 @@ class Learner:
         measured = [self._run(batch, micro) for micro in plan]
         counted = [vector for vector, micro in zip(measured, plan, strict=True) if not micro.filler]
         values, norm = self._reduce(counted, bool(gradient.any()))
-        forward_backward = time.perf_counter() - started
-        metrics = _named(values, int(batch.response_mask.sum())) | {
+        ran = time.perf_counter()
+        metrics = _named(values, int(batch.response_mask.sum()))
+        taken = self._take(metrics["loss"], norm, rate)
+        return metrics | {
             "grad_norm": norm,
             "lr": rate,
             "learner/micro_batches": float(sum(not micro.filler for micro in plan)),
             "learner/rows_without_gradient": float((~gradient).sum()),
             "learner/masked_tokens": float((batch.response_mask & ~batch.loss_mask).sum()),
-            "time/forward_backward": forward_backward,
+            "learner/skipped_steps": float(not taken),
+            "time/forward_backward": ran - started,
+            "time/optimizer": time.perf_counter() - ran,
         }
-        taken = self._take(metrics["loss"], norm, rate) if gradient.any() else False
-        finished = time.perf_counter() - started
-        return metrics | {"learner/skipped_steps": float(not taken), "time/optimizer": finished - forward_backward}
 
     def _run(self, batch: StepBatch, micro: MicroBatch) -> Tensor:
         """Forward and, where asked, backward of one micro-batch; its metrics, loss and entropy sum [len(Metric) + 2]."""
@@ -136,24 +136,27 @@ class Learner:
         return vector
 
     def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
-        """Sum over micro-batches and ranks: one collective, one host sync. Vector on the host, global gradient norm."""
+        """Totals over micro-batches and ranks with one collective and one host sync: vector on the host, global gradient norm (or 0)."""
         device = self.parallel.device
         neutral = torch.cat([empty_metrics(device), torch.zeros(2, device=device)])
-        for _ in range(2):  # micro-batches of this rank, then ranks in rank order
-            metrics = combine_metrics([neutral[: len(Metric)], *(vector[: len(Metric)] for vector in vectors)])
-            sums = torch.stack([neutral[len(Metric) :], *(vector[len(Metric) :] for vector in vectors)]).sum(0)
-            vectors = list(self.parallel.gather_rows(torch.cat([metrics, sums])))
-        norm = self.optimizer.gradient_norm().to(device).reshape(1) if has_gradient else torch.zeros(1, device=device)
-        values = torch.cat([metrics, sums, norm]).cpu()
+        mine = _total([neutral, *vectors])
+        total = _total(list(self.parallel.gather_rows(mine)))
+        norm = self.optimizer.gradient_norm().to(device) if has_gradient else torch.zeros((), device=device)
+        values = torch.cat([total, norm.reshape(1)]).cpu()
         raise_on_bad_labels()
         return values[:-1], float(values[-1])
 
     def _take(self, loss: float, norm: float, rate: float) -> bool:
-        """Clip and step, unless something is not finite; every rank decides alike."""
+        """Clip and step, unless something is not finite or there is no gradient at all; every rank decides alike.
+
+        Without a gradient the moments would still carry the weights on, so such a step is left out.
+        """
         if math.isfinite(loss) and math.isfinite(norm):
             bound = self.config.optimizer.clip_norm
-            self.optimizer.step(rate, scale=bound / (norm + 1e-6) if norm > bound else 1.0)
-            return True
+            if norm > 0:
+                self.optimizer.step(rate, scale=bound / (norm + 1e-6) if norm > bound else 1.0)
+            self.optimizer.zero_grad()
+            return norm > 0
         self.optimizer.zero_grad()
         if self.config.learner.on_non_finite == "stop":
             raise NonFiniteError(
@@ -224,17 +227,38 @@ class _Head:
         return sum((parameter.flatten()[0].float() * 0.0 for parameter in tower), start=torch.zeros((), device=learner.parallel.device))
 
 
+def _total(vectors: list[Tensor]) -> Tensor:
+    """One vector [len(Metric) + 2] from those of micro-batches or ranks."""
+    metrics = combine_metrics([vector[: len(Metric)] for vector in vectors])
+    return torch.cat([metrics, torch.stack([vector[len(Metric) :] for vector in vectors]).sum(0)])
+
+
+_NAMES = {
+    "clip_low": "ppo/clip_low",
+    "clip_high": "ppo/clip_high",
+    "clip_dual": "ppo/clip_dual",
+    "k1": "ppo/kl_k1",
+    "k3": "ppo/kl_k3",
+    "ratio": "ppo/ratio_mean",
+    "ratio_min": "ppo/ratio_min",
+    "ratio_max": "ppo/ratio_max",
+    "effective_sample_share": "ppo/effective_sample_share",
+    "reference_kl": "policy/reference_kl",
+    "surprisal": "policy/surprisal",
+}
+"""Of the kernel's summary, what is reported and as what: means over unmasked response tokens."""
+
+
 def _named(values: Tensor, response_tokens: int) -> dict[str, float]:
-    """Metrics by name from the reduced vector [len(Metric) + 2] on the host; means over unmasked tokens, entropy over all."""
+    """Metrics by name from the reduced vector [len(Metric) + 2] on the host; the entropy is over all response tokens."""
     summary = summarise_metrics(values[: len(Metric)])
     loss, entropy = values[len(Metric) :].tolist()
-    metrics = {"loss": loss, "ppo/tokens": summary.pop("tokens")}
+    metrics = {"loss": loss, "ppo/tokens": summary["tokens"]}
     if response_tokens:
         metrics["policy/entropy"] = entropy / response_tokens
-    if summary:
+    if summary["tokens"]:
         metrics["ppo/clip_share"] = summary["clip_low"] + summary["clip_high"] + summary["clip_dual"]
-    names = {"k1": "kl_k1", "k3": "kl_k3", "ratio": "ratio_mean", "entropy": "entropy_unmasked"}
-    return metrics | {f"ppo/{names.get(name, name)}": value for name, value in summary.items()}
+    return metrics | {_NAMES[name]: value for name, value in summary.items() if name in _NAMES}
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

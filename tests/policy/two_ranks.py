@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
 
     try:
         parallel.run_on_main(fail)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         (folder / f"failure{parallel.rank}").write_text(str(error))
     ranks.stop()
 
