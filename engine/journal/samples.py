@@ -6,6 +6,8 @@ from typing import Any
 from headrace.records import Completion, Group, Question, Rollout
 
 Decode = Callable[[Sequence[int]], str]
+CONTEXT = 8
+"""Tokens before a piece that are decoded along with it: enough for spaces and characters that span tokens."""
 ARM_ORDER = {"masked": 0, "control": 1, "free": 2}
 
 
@@ -85,5 +87,6 @@ def _pieces(completion: Completion, decode: Decode) -> list[Any]:
 
 def _text_between(tokens: list[int], start: int, end: int, decode: Decode) -> str:
     """What the tokens add to the text before them: tokenizers put spaces between words, so pieces are not decoded alone."""
-    before, through = decode(tokens[:start]) if start else "", decode(tokens[:end])
+    context = max(0, start - CONTEXT)
+    before, through = decode(tokens[context:start]) if start else "", decode(tokens[context:end])
     return through[len(before) :] if through.startswith(before) else decode(tokens[start:end])
