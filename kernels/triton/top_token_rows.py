@@ -56,7 +56,7 @@ class Decision:
     def __init__(self, rows: int, device: torch.device, draws: bool):
         self.fired = torch.empty(rows, dtype=torch.bool, device=device)
         self.top_id = torch.empty(rows, dtype=torch.int64, device=device)
-        self.top_prob, self.raw, self.masked = torch.empty(3, rows, dtype=torch.float32, device=device)
+        self.top_prob, self.raw, self.masked = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
         self.token = torch.empty(rows, dtype=torch.int64, device=device) if draws else None
 
 
