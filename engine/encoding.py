@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -152,7 +153,7 @@ class Encoder:
         """
         try:
             text = self._render(question)
-        except ValueError as error:
+        except (ValueError, TemplateError) as error:
             raise ValueError(f"question {question.id}: {error}") from None
         prefilled = text.rstrip().endswith(THINK_OPEN)
         try:
@@ -204,7 +205,7 @@ class Encoder:
     def _render(self, question: Question) -> str:
         """The prompt's text with media placeholders expanded."""
         messages = [dict(message) for message in question.messages]
-        if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
+        if self.system_prompt is not None and not any(message.get("role") == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         for message in messages:
             if not isinstance(message.get("content"), str):

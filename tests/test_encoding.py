@@ -124,6 +124,13 @@ def test_content_must_be_text(text_encoder):
         text_encoder.encode(ask([{"type": "text"}]))
 
 
+def test_what_the_template_refuses_names_the_question(tmp_path):
+    template = "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
+    encoder = load(text_directory(tmp_path, template=template))
+    with pytest.raises(ValueError, match="question q7: no system role"):
+        encoder.encode(ask("s", roles=("system",)))
+
+
 # ------------------------------------------------------------------------------------------------------ vocabulary
 
 

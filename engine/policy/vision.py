@@ -16,8 +16,8 @@ from headrace.records import Media
 if TYPE_CHECKING:
     from headrace.policy.model import PackedRows
 
-FEATURE_CACHE_BYTES = 1 << 29
-"""Features of a frozen tower kept on the device; the newest item always stays."""
+FEATURE_CACHE_BYTES = 1 << 31
+"""Features of a frozen tower kept on the device; one 140-frame clip of an 8B model takes 110 MB, and the newest item always stays."""
 
 
 @dataclass(frozen=True, eq=False)

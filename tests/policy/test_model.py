@@ -212,6 +212,23 @@ def test_think_tags_are_added_where_the_tokenizer_lacks_them(tmp_path, tied):
     assert torch.equal(load(tmp_path).head_weight, policy.head_weight)
 
 
+def test_saved_model_is_an_ordinary_directory(tmp_path):
+    """Added tags are part of what is saved: transformers loads it plainly, a reload adds nothing and changes no bit."""
+    save_model(tmp_path, vocab_size=32)
+    save_tokenizer(tmp_path, tags=())
+    policy = load(tmp_path)
+    with torch.no_grad():
+        policy.head_weight[32:].normal_()
+    saved = tmp_path / "saved"
+    policy.model.save_pretrained(saved)
+    Encoder.load(tmp_path, think_prefill=True, system_prompt=None, max_prompt_tokens=99).save(saved)
+    assert "headrace" not in (saved / "config.json").read_text()
+    rows = [torch.tensor([1, 32, 5, 33, 2])]
+    plain = Qwen3ForCausalLM.from_pretrained(saved)
+    torch.testing.assert_close(plain(input_ids=rows[0][None]).logits[0], policy(packed(rows), logits), rtol=0, atol=1e-5)
+    assert torch.equal(load(saved).head_weight, policy.head_weight)
+
+
 def test_spare_rows_take_the_tags_without_growing(tmp_path):
     model = save_model(tmp_path)  # 40 rows, 32 tokens
     save_tokenizer(tmp_path, tags=())
