@@ -155,8 +155,8 @@ QuestionSource = Annotated[RowsSource | MultiHopSource | EasyVQASource | Reasoni
 
 
 class QuestionsConfig(Model):
-    train: QuestionSource
-    """Questions to train on."""
+    train: QuestionSource | None = None
+    """Questions to train on; may be left out where they are given to the trainer."""
     held_out: QuestionSource | None = None
     """Questions to evaluate on; None evaluates nothing."""
     system_prompt: str | None = None
@@ -337,7 +337,7 @@ class Config(Model):
     run: RunConfig = RunConfig()
     model: ModelConfig
     warm_start: WarmStartConfig | None = None
-    questions: QuestionsConfig
+    questions: QuestionsConfig = QuestionsConfig()
     sampling: SamplingConfig
     reward: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig | None = None

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GROUND = {"records", "config", "streams", "encoding", "media", "torchvision_ops"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
-SECOND = {"controller", "trainer", "evaluation", "checkpoint"}
+SECOND = {"controller", "trainer", "assembly", "starting_model", "run_folder", "evaluation", "checkpoint", "interrupt"}
 TOP = {"commands", "cli", "__main__"}
 
 

@@ -1,0 +1,74 @@
+"""The policy that reinforcement learning starts from: a model directory, converted, made or warm-started once and cached."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from headrace.checkpoint import export
+from headrace.config import Config, ConfigError, WarmStartConfig
+from headrace.encoding import Encoder
+from headrace.journal.journal import Journal
+from headrace.policy.model import Policy
+from headrace.policy.sources import materialise
+from headrace.policy.warm_start import warm_start
+from headrace.questions.sets import QuestionSet, TaskSet
+from headrace.records import Prompt
+from headrace.streams import stream
+
+
+def encoder_of(directory: Path, config: Config) -> Encoder:
+    """The encoder of a model directory, as the run configures it."""
+    return Encoder.load(
+        directory,
+        think_prefill=config.sampling.think_prefill,
+        system_prompt=config.questions.system_prompt,
+        max_prompt_tokens=config.questions.max_prompt_tokens,
+    )
+
+
+def starting_model(config: Config, questions: QuestionSet | None, device: torch.device, journal: Journal) -> Path:
+    """Directory of the starting policy.
+
+    Args:
+        questions: the configured training questions; scratch models take their vocabulary and warm starts their traces.
+
+    Raises:
+        ConfigError: a warm start without a task generator.
+        ValueError: the model source cannot be used.
+    """
+    task = questions if isinstance(questions, TaskSet) else None
+    base = materialise(config.model.source, config.run.cache, config.run.seed, task.vocabulary() if task else None)
+    if config.warm_start is None:
+        return base
+    if task is None:
+        raise ConfigError("warm_start: questions.train has no traces to learn from; leave warm_start out, or use a task generator")
+    directory = config.run.cache / "warm_start" / _key(config, base)
+    if directory.exists():
+        journal.say(f"warm start: cached in {directory}")
+        return directory
+    encoder = encoder_of(base, config)
+    policy = Policy.load(base, config.model.model_copy(update={"train_vision": True}), device)
+    with journal.phase("warm start") as tick:
+        warm_start(policy, encoder, config.warm_start, _traces(task, encoder, config.warm_start, config.run.seed), config.run.seed, tick)
+    return export(policy, encoder, directory)
+
+
+def _key(config: Config, base: Path) -> str:
+    """Name of a warm start by everything that its weights depend on."""
+    parts = config.model_dump(mode="json")
+    text = json.dumps([parts["warm_start"], parts["questions"]["train"], parts["sampling"]["think_prefill"], config.run.seed, base.name])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _traces(task: TaskSet, encoder: Encoder, config: WarmStartConfig, seed: int) -> Callable[[int, float], list[tuple[Prompt, str]]]:
+    """``examples(step, noise)``: a batch of prompts with gold responses, drawn with replacement."""
+
+    def examples(step: int, noise: float) -> list[tuple[Prompt, str]]:
+        rng = stream(seed, "warm_start", step)
+        chosen = rng.integers(len(task), size=config.batch).tolist()
+        return [(encoder.encode(task.question(index)), task.trace(index, rng, noise)) for index in chosen]
+
+    return examples
