@@ -27,7 +27,10 @@ def learning_rate(update: int, config: OptimizerConfig, updates: int) -> float:
 
 
 class Optimizer:
-    """AdamW with decoupled decay on matrices only (not on norms and biases)."""
+    """AdamW with decoupled decay on matrices only (not on norms and biases).
+
+    A bf16 parameter belongs to one optimizer for good, since its gradients go to that one's masters.
+    """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config

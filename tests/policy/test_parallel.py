@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
         "plain": make_config(model, **PLAIN),
         "recomputed": make_config(model, model={"activation_checkpointing": True}, learner={"updates_per_batch": 2}, optimizer=RATE),
         "split": make_config(model),
+        "bf16": make_config(model, model={"dtype": "bfloat16"}, optimizer=RATE),
     }
     visual = tiny_vision_model(folder / "visual")
     for name, trained in (("vision_trained", True), ("vision_frozen", False)):
@@ -139,6 +140,19 @@ def test_a_sharded_policy_exports_whole(folder):
     together = load_file(folder / "plain.safetensors")
     for name, tensor in together.items():
         assert torch.equal(exported[name.removeprefix("model.")], tensor)
+
+
+def test_bf16_layers_with_fp32_shards_learn_alike(folder):
+    """Layers round to bf16 in other places than an unsharded bf16 model; masters are fp32 in both, and exports are bf16 again."""
+    learner, alone = train(folder, "bf16", ranks_config(folder, "bf16"))
+    for mine, theirs in zip(alone, json.loads((folder / "bf16.metrics").read_text()), strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], abs=0.02)
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=0.05)
+    exported = load_file(folder / "exported_bf16" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    mine, theirs = (learner.policy.model.state_dict(), exported)
+    shift = torch.cat([(mine[name].float() - theirs[name].float()).flatten() for name in theirs])
+    assert shift.norm() < 0.02 * torch.cat([tensor.float().flatten() for tensor in theirs.values()]).norm()
 
 
 def test_a_failure_of_rank_0_is_raised_on_every_rank(folder):

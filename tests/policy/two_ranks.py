@@ -78,6 +78,7 @@ def export(learner: Learner, directory: Path) -> None:
 def main(folder: Path) -> None:
     parallel = ranks.start(deadline=120)
     train(folder, "recomputed", parallel)
+    export(train(folder, "bf16", parallel), folder / "exported_bf16")
     train(folder, "vision_frozen", parallel)
     export(train(folder, "vision_trained", parallel), folder / "exported_visual")
     split(folder, "split", parallel)
