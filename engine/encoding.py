@@ -60,13 +60,13 @@ def single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
 
 
 def end_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a response: the generation configuration's, then the tokenizer's."""
+    """Ids that end a response: the generation configuration's, then the tokenizer's; those the tokenizer does not know are left out."""
     ids: list[int] = []
     if (directory / "generation_config.json").exists():
         stated = GenerationConfig.from_pretrained(directory).eos_token_id
         ids += stated if isinstance(stated, list) else [stated]
     ids.append(tokenizer.eos_token_id)
-    ends = tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+    ends = tuple(dict.fromkeys(int(i) for i in ids if i is not None and i < len(tokenizer)))
     if not ends:
         raise ValueError(f"{directory}: neither the tokenizer nor generation_config.json names an end token")
     return ends

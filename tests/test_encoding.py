@@ -44,7 +44,7 @@ def byte_tokenizer(special=SPECIAL, added=PLAIN_ADDED, template=TEMPLATE):
 def text_directory(path, **options):
     Qwen3Config(vocab_size=ROWS).save_pretrained(path)
     byte_tokenizer(**options).save_pretrained(path)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256, 151645]}))
     return path
 
 

