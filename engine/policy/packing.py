@@ -183,15 +183,18 @@ def rows_with_gradient(batch: StepBatch, every_token: bool) -> Array:
 
 
 def deal_rows(batch: StepBatch, world_size: int, rows: Sequence[int] | None = None) -> list[list[int]]:
-    """Rows of every rank, balanced by cost (projections plus attention): longest first, each to the idlest rank."""
-    lengths = np.diff(batch.cu_seqlens)
-    chosen = range(len(lengths)) if rows is None else rows
+    """Rows of every rank, balanced by cost (projections plus attention): longest first, each to the idlest rank.
+
+    Rows that share pixels go to one rank as far as that leaves the balance within half a rank's share.
+    """
+    lengths = np.diff(batch.cu_seqlens).tolist()
+    chosen = list(range(len(lengths)) if rows is None else rows)
     shares: list[list[int]] = [[] for _ in range(world_size)]
     load = [0.0] * world_size
-    for row in sorted(chosen, key=lambda row: (-lengths[row], row)):
+    for bundle in _bundles(batch, chosen, sum(lengths[row] for row in chosen) // (2 * world_size)):
         rank = min(range(world_size), key=load.__getitem__)
-        shares[rank].append(row)
-        load[rank] += lengths[row] * (1 + lengths[row] / ATTENTION_PARITY)
+        shares[rank] += bundle
+        load[rank] += sum(lengths[row] * (1 + lengths[row] / ATTENTION_PARITY) for row in bundle)
     return shares
 
 
@@ -199,39 +202,54 @@ def micro_batches(batch: StepBatch, rows: Sequence[int], budget: int) -> list[li
     """First-fit-decreasing packing of ``rows`` into micro-batches of at most ``budget`` tokens.
 
     A single row above the budget gets a micro-batch of its own. The number of micro-batches comes from the packing,
-    their loads are then evened out where the budget allows, which keeps the peak memory of a step low.
+    their loads are then evened out where the budget allows, which keeps the peak memory of a step low. Rows that share
+    pixels stay together where they fit, so that a trained vision tower meets them once.
     """
-    lengths = np.diff(batch.cu_seqlens)
+    lengths = np.diff(batch.cu_seqlens).tolist()
+    bundles = _bundles(batch, rows, budget)
+    sizes = [sum(lengths[row] for row in bundle) for bundle in bundles]
     bins: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        place = next((i for i, free in enumerate(room) if lengths[row] <= free), None)
+    for bundle, size in zip(bundles, sizes, strict=True):
+        place = next((i for i, free in enumerate(room) if size <= free), None)
         if place is None:
             bins.append([])
             room.append(budget)
             place = len(bins) - 1
-        bins[place].append(row)
-        room[place] -= int(lengths[row])
-    return _evened(bins, lengths, budget)
+        bins[place] += bundle
+        room[place] -= size
+    evened = _evened(bundles, sizes, len(bins))
+    fits = all(0 < sum(lengths[row] for row in chosen) <= budget for chosen in evened)
+    return evened if fits else bins
 
 
-def _evened(bins: list[list[int]], lengths: Array, budget: int) -> list[list[int]]:
-    """The same rows in runs of similar length and load, unless that would break the budget.
+def _bundles(batch: StepBatch, rows: Sequence[int], limit: int) -> list[list[int]]:
+    """Rows that are placed as one, longest bundle first: those of one prompt with media, up to ``limit`` tokens; else single rows."""
+    lengths = np.diff(batch.cu_seqlens).tolist()
+    bundles: list[list[int]] = []
+    filled: dict[int, tuple[list[int], int]] = {}
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        prompt = int(batch.prompts[row])
+        bundle, size = filled.get(prompt, ([], limit))
+        if not batch.media[row] or size + lengths[row] > limit:
+            bundle, size = [], 0
+            bundles.append(bundle)
+        bundle.append(row)
+        filled[prompt] = bundle, size + lengths[row]
+    return sorted(bundles, key=lambda bundle: (-sum(lengths[row] for row in bundle), bundle))
+
+
+def _evened(bundles: Sequence[Sequence[int]], sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The bundles, longest first, cut into ``count`` runs of about equal load.
 
     Neighbours in length share a micro-batch, so an attention that pads inside a micro-batch wastes little.
     """
-    order = sorted((row for rows in bins for row in rows), key=lambda row: (-lengths[row], row))
-    if len(bins) < 2 or lengths[order[0]] > budget:
-        return bins
-    target = sum(int(lengths[row]) for row in order) / len(bins)
-    evened: list[list[int]] = [[] for _ in bins]
-    done = 0.0
-    for row in order:
-        middle = done + lengths[row] / 2
-        evened[min(len(bins) - 1, math.floor(middle / target))].append(row)
-        done += lengths[row]
-    fits = all(rows and sum(int(lengths[row]) for row in rows) <= budget for rows in evened)
-    return evened if fits else bins
+    evened: list[list[int]] = [[] for _ in range(count)]
+    total, done = sum(sizes), 0
+    for bundle, size in zip(bundles, sizes, strict=True):
+        evened[min(count - 1, math.floor((done + size / 2) * count / total))] += bundle
+        done += size
+    return evened
 
 
 def schedule(batch: StepBatch, gradient: Array, world_size: int, budget: int) -> list[list[MicroBatch]]:
@@ -258,5 +276,5 @@ def _divided(bins: list[list[int]], count: int) -> list[list[int]]:
     while len(bins) < count and any(len(rows) > 1 for rows in bins):
         fullest = max(range(len(bins)), key=lambda i: len(bins[i]))
         rows = bins[fullest]
-        bins[fullest : fullest + 1] = [rows[0::2], rows[1::2]]
+        bins[fullest : fullest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return bins

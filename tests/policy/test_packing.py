@@ -25,6 +25,10 @@ from headrace.records import Media
 from tests.policy.learner_cases import SAMPLING, make_group, make_rollout, random_groups
 
 
+def replace_media(group, media):
+    return make_group(group.rollouts, group.advantages, group.prompt.token_ids, group.prompt.question.id, media)
+
+
 def surrogate(batch, ratios, spec=None):
     """J of the batch when response tokens have these probability ratios: minus the kernel's loss."""
     logprobs = np.array(batch.old_logprobs)
@@ -230,6 +234,23 @@ def test_packing_wastes_less_than_half_a_micro_batch():
     assert len(bins) <= -(-total // 1000) + 1
     loads = [np.diff(batch.cu_seqlens)[rows].sum() for rows in bins]
     assert max(loads) <= 1000
+
+
+def test_rows_that_share_a_picture_stay_together():
+    """A trained vision tower then meets each picture once, not once per micro-batch; the budget and the balance still hold."""
+    rng = np.random.default_rng(6)
+    groups = [replace_media(group, (Media("image", f"{number}.png"),)) for number, group in enumerate(random_groups(rng, 12, size=8))]
+    batch = build_batch(groups, LossConfig(), SAMPLING)
+    lengths = np.diff(batch.cu_seqlens)
+    bins = micro_batches(batch, range(96), 300)
+    assert sorted(row for rows in bins for row in rows) == list(range(96))
+    assert max(lengths[rows].sum() for rows in bins) <= 300
+    assert sum(len(np.unique(batch.prompts[rows])) for rows in bins) == 12
+    shares = deal_rows(batch, 2)
+    assert not set(batch.prompts[shares[0]]) & set(batch.prompts[shares[1]])
+    loads = [lengths[share].sum() for share in shares]
+    assert max(loads) - min(loads) < lengths.sum() / 4
+    assert sorted(row for rows in micro_batches(batch, range(96), 20) for row in rows) == list(range(96))
 
 
 def test_rows_keep_their_streams_when_taken():
