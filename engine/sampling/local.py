@@ -129,7 +129,7 @@ class _Drawing:
         token, top, fired = (column[places].astype(kind) for column, kind in zip(packed[:3], (np.int64, np.int64, bool), strict=True))
         probs, logprobs = packed[3:, places]
         if (token < 0).any():
-            raise ValueError(f"the policy has no finite logits at response position {position}: its weights hold NaN or infinity")
+            raise ValueError(f"response position {position}: no finite logits; the policy's weights are not finite")
         assert not (fired & (token == top)).any(), "a masked position drew the token that was removed"
         self.tokens[rows, position] = token
         self.logprobs[rows, position] = logprobs
@@ -148,9 +148,11 @@ class _Drawing:
         if eligible.any():
             allowed &= ~self._spared[self._filters, logits.argmax(1)]
         positions = torch.full_like(self._seeds, position)
-        return top_token_sample(
-            logits, allowed, self._thresholds, self._seeds, positions, self._temperatures, top_k=self._top_k, top_p=self._top_p
-        )
+        truncation = {"top_k": self._top_k, "top_p": self._top_p}
+        try:
+            return top_token_sample(logits, allowed, self._thresholds, self._seeds, positions, self._temperatures, **truncation)
+        except ValueError as error:
+            raise ValueError(f"response position {position}: {error}; the policy's weights are not finite") from None
 
     def _compact(self, decoder: RowDecoder) -> None:
         """Drop the rows that have ended."""

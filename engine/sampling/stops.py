@@ -31,7 +31,7 @@ class Stops:
         context: most positions the model has, prompt included; None is no bound.
 
         Raises:
-            ValueError: a prompt is empty or leaves no room for a response.
+            ValueError: a prompt is empty or leaves no room for a response, or a stop id is no token.
         """
         self.text = text
         self.limits = np.array([_limit(request, context) for request in requests], dtype=np.int64)  # [B] response tokens
@@ -39,6 +39,8 @@ class Stops:
         self._kind = np.array([kinds[request.parameters.stop_ids] for request in requests], dtype=np.int64)
         self._ends = np.zeros((len(kinds), text.vocab_size), dtype=bool)
         for stop_ids, number in kinds.items():
+            if not all(0 <= token < text.vocab_size for token in stop_ids):
+                raise ValueError(f"stop_ids = {list(stop_ids)}: expected ids below the vocabulary's {text.vocab_size}")
             self._ends[number, [*text.eos_ids, *stop_ids]] = True
         self._strings = [request.parameters.stop for request in requests]
         self._tails = [max((len(stop.encode()) for stop in stops), default=0) + TAIL_SLACK for stops in self._strings]

@@ -368,10 +368,18 @@ def test_an_empty_prompt_is_refused(tiny: Tiny) -> None:
         sample(tiny, requests([tiny.prompt(prefilled=False)], 1))
 
 
+def test_a_stop_id_that_is_no_token_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ValueError, match=r"stop_ids = \[99999\]: expected ids below"):
+        sample(tiny, requests([tiny.prompt("a")], 1, stop_ids=(99999,)))
+
+
 def test_no_requests_give_no_completions(tiny: Tiny) -> None:
     assert sample(tiny, []) == []
 
 
 def test_weights_that_are_not_finite_give_one_clear_line(tiny: Tiny) -> None:
-    with _boosted(tiny, tiny.encoder.tokenizer.convert_tokens_to_ids("a"), float("nan")), pytest.raises(ValueError, match="no finite"):
+    with (
+        _boosted(tiny, tiny.encoder.tokenizer.convert_tokens_to_ids("a"), float("nan")),
+        pytest.raises(ValueError, match=r"response position 0: .*the policy's weights are not finite"),
+    ):
         sample(tiny, requests([tiny.prompt("a", "b")], 2))

@@ -1,0 +1,109 @@
+"""Sampling: the local engine against transformers' ``generate`` on the same rows, in one process.
+
+    python -m headrace.bench.rollout [--model DIRECTORY] [--prompts 16] [--rollouts 8] [--prompt-tokens 60] [--tokens 50]
+
+Prints processor seconds and their ratio. Both sides draw as many tokens for as many rows; the engine also returns log-probs and mask
+flags, ``generate`` only tokens. Without a directory the model is the demo's, with random weights.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.config import DirectoryModel, ModelConfig, ScratchTextModel
+from headrace.encoding import Encoder
+from headrace.policy.model import Policy
+from headrace.policy.scratch import build_text
+from headrace.records import Prompt, Question, SampleRequest, SamplingParameters, TopTokenRule
+from headrace.sampling.local import LocalEngine
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Least processor time of one call, after a first that is not counted."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def load(directory: Path | None) -> tuple[Policy, Encoder]:
+    if directory is None:
+        directory = Path(tempfile.mkdtemp())
+        build_text(directory, ScratchTextModel(kind="scratch_text"), [f"w{number}" for number in range(60)], seed=0)
+    policy = Policy.load(directory, ModelConfig(source=DirectoryModel(path=directory)), "cpu")
+    return policy, Encoder.load(directory, think_prefill=True, system_prompt=None, max_prompt_tokens=1 << 20)
+
+
+def make_prompts(encoder: Encoder, count: int, tokens: int) -> list[Prompt]:
+    """Random prompts between 0.8 and 1 times ``tokens`` long."""
+    rng = np.random.default_rng(0)
+    allowed = np.setdiff1d(np.arange(encoder.vocab_size), [*encoder.banned_ids, *encoder.eos_ids])
+    lengths = rng.integers(max(1, int(0.8 * tokens)), tokens + 1, count)
+    return [
+        Prompt(Question(id=str(number), messages=(), answer=""), rng.choice(allowed, length).astype(np.int64), prefilled=True)
+        for number, length in enumerate(lengths)
+    ]
+
+
+def generate(policy: Policy, encoder: Encoder, prompts: list[Prompt], rollouts: int, tokens: int) -> None:
+    """The same rows through ``generate``: left-padded, sampled, never stopping."""
+    rows = [torch.from_numpy(prompt.token_ids) for prompt in prompts for _ in range(rollouts)]
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=encoder.pad_id) for row in rows])
+    attended = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
+    policy.model.set_attn_implementation("sdpa")
+    try:
+        with torch.inference_mode():
+            policy.model.generate(
+                ids,
+                attention_mask=attended,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                pad_token_id=encoder.pad_id,
+            )
+    finally:
+        policy.model.set_attn_implementation("headrace")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    policy, encoder = load(options.model)
+    encoder = replace(encoder, eos_ids=())  # every response runs to its limit
+    prompts = make_prompts(encoder, options.prompts, options.prompt_tokens)
+    engine = LocalEngine(policy, encoder, batch_rows=options.prompts * options.rollouts)
+
+    def drawn(mask: TopTokenRule | None) -> None:
+        parameters = SamplingParameters(max_tokens=options.tokens)
+        requests = [SampleRequest(p, i, 1000 * n + i, parameters, mask) for n, p in enumerate(prompts) for i in range(options.rollouts)]
+        completions = asyncio.run(engine.sample(requests))
+        assert all(len(completion.token_ids) == options.tokens for completion in completions)
+
+    free, masked = seconds(lambda: drawn(None), options.repeats), seconds(lambda: drawn(TopTokenRule(threshold=0.6)), options.repeats)
+    baseline = seconds(lambda: generate(policy, encoder, prompts, options.rollouts, options.tokens), options.repeats)
+    rows = options.prompts * options.rollouts
+    print(f"{rows} rows x {options.tokens} tokens, {torch.get_num_threads()} threads: generate {baseline:.3f} s")
+    print(f"local engine, free   {free:.3f} s = {free / baseline:.2f} x generate")
+    print(f"local engine, masked {masked:.3f} s = {masked / baseline:.2f} x generate")
+
+
+if __name__ == "__main__":
+    main()
