@@ -17,7 +17,7 @@ from headrace import checkpoint
 from headrace.checkpoint import CheckpointError
 from headrace.encoding import Encoder
 from headrace.policy.score import packed_rows
-from tests.policy.learner_cases import make_config, make_learner, moved, random_batch, tiny_model
+from tests.policy.learner_cases import make_config, make_learner, moved, picture_batch, random_batch, tiny_model, tiny_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +42,21 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_steps_are_two_and_two(model, tmp_path, dtype):
+@pytest.mark.parametrize("case", ["text", "bf16", "vision"])
+def test_four_steps_are_two_and_two(model, tmp_path, case):
     """run(4) == run(2) + restore + run(2), weights and moments, bit for bit; also where bf16 parameters have fp32 masters."""
-    config = make_config(model, model={"dtype": dtype}, loss={"kl_coef": 0.1}, learner={"updates_per_batch": 2})
-    batches = [random_batch(seed, config.loss) for seed in range(4)]
+    directory = tiny_vision_model(tmp_path / "visual") if case == "vision" else model
+    kind = {"dtype": "bfloat16" if case == "bf16" else "float32", "train_vision": case == "vision"}
+    config = make_config(directory, model=kind, loss={"kl_coef": 0.1}, learner={"updates_per_batch": 2})
+    batches = [picture_batch(directory, seed, config.loss) if case == "vision" else random_batch(seed, config.loss) for seed in range(4)]
     whole = make_learner(config)
     metrics = [whole.update(batch) for batch in batches]
     first = make_learner(config)
     for batch in batches[:2]:
         first.update(batch)
-    checkpoint.save(tmp_path, 2, first, {"ledger": {"cursor": 5}})
+    checkpoint.save(tmp_path / "checkpoints", 2, first, {"ledger": {"cursor": 5}})
     second = make_learner(config)
-    restored = checkpoint.restore(tmp_path, second)
+    restored = checkpoint.restore(tmp_path / "checkpoints", second)
     assert (restored.step, restored.extra, second.updates) == (2, {"ledger": {"cursor": 5}}, 4)
     assert same(state(first), state(second))
     again = [second.update(batch) for batch in batches[2:]]
