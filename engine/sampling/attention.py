@@ -4,7 +4,7 @@ A decoding step is bound by reading keys and values. A group's rollouts share th
 read once per step, by all its rows in one product; each row adds the columns of its own response. All rows are at one response
 position, so no mask is needed but for prompts of different length.
 
-The scaled dot-product attention of torch takes one query row per sequence at a time on a CPU; here that costs two to three times the
+The scaled dot-product attention of torch takes one query row per sequence at a time on a CPU, at two to three times the cost of the
 products below. In half precision scores and softmax are fp32, like a fused kernel's.
 """
 
@@ -98,7 +98,7 @@ def shared_attention(
         )
     batch, heads, _, width = query.shape
     scale = width**-0.5 if scaling is None else scaling
-    rows = (query * scale).view(batch, key.shape[1], heads // key.shape[1], width)  # [B, Hkv, g, d]
+    rows = (query * scale).reshape(batch, key.shape[1], heads // key.shape[1], width)  # [B, Hkv, g, d]
     sharing = prompts.sharing
     prompt_scores = _product(sharing.gather(rows), prompt_keys.transpose(2, 3))
     if prompts.mask is not None:
@@ -106,7 +106,7 @@ def shared_attention(
     scores = torch.cat((sharing.scatter(prompt_scores), _product(rows, key.transpose(2, 3))), dim=3)  # [B, Hkv, g, P + T]
     weights = scores.softmax(3).to(value.dtype)
     output = sharing.scatter(_product(sharing.gather(weights[..., :columns]), prompt_values)) + _product(weights[..., columns:], value)
-    return output.to(query.dtype).view(batch, 1, heads, width), None
+    return output.to(query.dtype).reshape(batch, 1, heads, width), None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

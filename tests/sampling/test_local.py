@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
+from headrace.policy.model import Policy
 from headrace.records import Completion, Prompt, SampleRequest, SamplingParameters, TopTokenRule
 from headrace.sampling import local, trace
 from headrace.sampling.local import LocalEngine
@@ -73,6 +75,37 @@ def test_only_rounding_parts_them(tiny: Tiny) -> None:
     wanted = requests(tiny.prompts([3, 17, 9]), 4, RULE)
     for request, completion in zip(wanted, sample(exact, wanted), strict=True):
         np.testing.assert_allclose(completion.logprobs, teacher_forced(exact, request, completion), rtol=1e-6, atol=1e-9)
+
+
+def test_grouped_heads_share_keys_and_values(tiny: Tiny) -> None:
+    config = copy.deepcopy(tiny.policy.model.config)
+    config.update({"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    model.set_attn_implementation("headrace")
+    for parameter in model.parameters():
+        parameter.data *= 4.0
+    grouped = replace(tiny, policy=Policy(model).double())
+    wanted = requests(tiny.prompts([3, 17, 9]), 3, RULE)
+    for request, completion in zip(wanted, sample(grouped, wanted), strict=True):
+        np.testing.assert_allclose(completion.logprobs, teacher_forced(grouped, request, completion), rtol=1e-6, atol=1e-9)
+
+
+def test_half_precision_is_fp32_from_the_head_on(tiny: Tiny) -> None:
+    """bf16 hidden states differ between a step and a full forward, so log-probs agree to their rounding only, and flags are the step's."""
+    half = replace(tiny, policy=copy.deepcopy(tiny.policy).bfloat16())
+    wanted = requests(tiny.prompts([3, 9]), 3, temperature=1.0, max_tokens=8)
+    for request, completion in zip(wanted, sample(half, wanted), strict=True):
+        assert np.isfinite(completion.logprobs).all()
+        ids = torch.from_numpy(np.concatenate([request.prompt.token_ids, completion.token_ids]))[None]
+        with torch.inference_mode():
+            hidden = half.policy.model.get_decoder()(input_ids=ids).last_hidden_state[0, len(request.prompt.token_ids) - 1 : -1]
+        logits = (hidden.double() @ half.policy.head_weight.detach().double().T).index_fill_(
+            1, torch.tensor(tiny.encoder.banned_ids), -torch.inf
+        )
+        expected = logits.log_softmax(1).gather(1, torch.from_numpy(completion.token_ids).long()[:, None]).squeeze(1)
+        assert np.median(np.abs(completion.logprobs - expected.numpy())) < 0.1
 
 
 def test_flags_and_counts_are_the_rule(tiny: Tiny, drawn: list[tuple[SampleRequest, Completion]]) -> None:
