@@ -21,7 +21,8 @@ FRAME = "frame"  # the one word that stands for every time stamp the processor w
 
 HEAD_DIM = 32  # independent of the width; the smallest that fused attention kernels accept
 MAX_POSITIONS = 2048
-ROPE_THETA = 10_000.0
+INITIAL_STD = 0.05
+ROPE_THETA = 30.0  # rows are short: position heads form several times sooner than at the usual 10,000
 PATCH, MERGE, CLIP_STEP = 8, 2, 2  # pixels a patch side, patches a token side, frames a patch
 IMAGE_SIDE = 64  # the tower's own position grid: 8 x 8 patches, 4 x 4 tokens
 _SPARE_ROWS = 2  # head rows that no token uses: an engine's sampler may carry flags in them
@@ -151,6 +152,7 @@ def _decoder(source: ScratchTextModel | ScratchVisionModel, tokenizer: PreTraine
         "head_dim": HEAD_DIM,
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": True,
+        "initializer_range": INITIAL_STD,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }

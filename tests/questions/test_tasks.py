@@ -23,7 +23,7 @@ def content(question):
 def solved(text):
     """The answer, worked out from the question's text alone."""
     evidence, checks = text.removesuffix(" =").split(" | ")
-    values = {name: int(value) for name, value in (item.split() for item in evidence.split(" ; "))}
+    values = {name: int(value) for name, value in (item.split("=") for item in evidence.split(" ; "))}
     total = 0
     for check in checks.split(" ; "):
         _, left, _, right, _, yes, _, no = check.split()

@@ -2,13 +2,14 @@
 
 A question reads::
 
-    ball 4 ; drum 2 ; kite 8 ; lamp 9 | q1 lamp > drum ? 2 : 5 ; q2 ball > kite ? 7 : 3 =
+    ball=4 ; drum=2 ; kite=8 ; lamp=9 | q1 lamp > drum ? 2 : 5 ; q2 ball > kite ? 7 : 3 =
 
 and is reasoned out by restating the evidence of every hop beside a running sum::
 
-    <think> q1 lamp 9 > drum 2 yes 2 sum 2 ; q2 ball 4 > kite 8 no 3 sum 5 </think> <answer> 5 </answer>
+    <think> q1 lamp lamp=9 > drum drum=2 yes 2 sum 2 ; q2 ball ball=4 > kite kite=8 no 3 sum 5 </think> <answer> 5 </answer>
 
-Restated names and numbered hops turn the look-up into induction, which a policy of three layers learns within a few hundred steps.
+Every word is one token. Numbered hops, restated names and facts of one token (``lamp=9``) turn every look-up into one match and copy, which
+three layers learn within a few hundred steps; with name and value as two tokens they had not learned it after six hundred.
 """
 
 from dataclasses import dataclass
@@ -53,9 +54,13 @@ class Scene:
         """Sum over the hops of the number each yields."""
         return sum(hop.yes if self.holds(hop) else hop.no for hop in self.hops)
 
+    def fact(self, name: str) -> str:
+        """What the evidence says about one object."""
+        return f"{name}={self.values[name]}"
+
     def text(self) -> str:
         """The question as the policy reads it."""
-        evidence = " ; ".join(f"{name} {value}" for name, value in self.values.items())
+        evidence = " ; ".join(map(self.fact, self.values))
         checks = " ; ".join(f"q{i} {hop.left} > {hop.right} ? {hop.yes} : {hop.no}" for i, hop in enumerate(self.hops, 1))
         return f"{evidence} | {checks} ="
 
@@ -104,14 +109,15 @@ class MultiHop:
             verdict = scene.holds(hop) ^ bool(rng.random() < noise)
             value = hop.yes if verdict else hop.no
             total += value
-            left, right = f"{hop.left} {scene.values[hop.left]}", f"{hop.right} {scene.values[hop.right]}"
+            left, right = f"{hop.left} {scene.fact(hop.left)}", f"{hop.right} {scene.fact(hop.right)}"
             steps.append(f"q{number} {left} > {right} {'yes' if verdict else 'no'} {value} sum {total}")
         return f"<think> {' ; '.join(steps)} </think> <answer> {total} </answer>"
 
     def vocabulary(self) -> list[str]:
         hops = max(self._source.hops)
         numbers = [str(number) for number in range(1, hops * self._source.max_value + 1)]
-        return [*(f"q{i}" for i in range(1, hops + 1)), *OBJECTS, *numbers, ">", "?", ":", ";", "|", "=", "yes", "no", "sum"]
+        facts = [f"{name}={value}" for name in OBJECTS for value in range(1, self._source.max_value + 1)]
+        return [*(f"q{i}" for i in range(1, hops + 1)), *OBJECTS, *facts, *numbers, ">", "?", ":", ";", "|", "=", "yes", "no", "sum"]
 
     def _draw(self, rng: np.random.Generator) -> Scene:
         source = self._source
