@@ -12,11 +12,11 @@ from typing import Any
 TINY = """
 run: {name: tiny, seed: 3, steps: 4, questions_per_step: 4, checkpoint_every: 1}
 model: {source: {kind: scratch_text, hidden: 32, layers: 2, heads: 2}}
-warm_start: {steps: 60, batch: 16, noisy_steps: 10}
+warm_start: {steps: 140, batch: 16, noisy_steps: 20, learning_rate: 1.0e-2}
 questions:
-  train: {kind: multi_hop, hops: [1, 2], objects: 3, max_value: 5, count: 40}
-  held_out: {kind: multi_hop, hops: [1, 2], objects: 3, max_value: 5, count: 8}
-sampling: {group_size: 4, max_tokens: 40, cge: {threshold: 0.9, token_filter: none, control_share: 0.25}}
+  train: {kind: multi_hop, hops: [1], objects: 2, max_value: 4, count: 40}
+  held_out: {kind: multi_hop, hops: [1], objects: 2, max_value: 4, count: 8}
+sampling: {group_size: 4, max_tokens: 24, cge: {threshold: 0.9, token_filter: none, control_share: 0.25}}
 reward: {contract: answer_tag}
 optimizer: {learning_rate: 1.0e-3}
 evaluation: {questions: 8, samples: 4}
