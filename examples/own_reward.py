@@ -1,4 +1,4 @@
-"""Embed the engine with a reward of your own: ``python examples/own_reward.py``; a minute on two CPU cores."""
+"""Embed the engine with a reward of your own: ``python examples/own_reward.py``; a minute or two on two CPU cores."""
 
 from pathlib import Path
 
@@ -14,9 +14,8 @@ def brevity(question: Question, text: str) -> float:
 def main() -> None:
     """Take the demo's policy and questions, and ten steps of another reward."""
     demo = Path(__file__).parents[1] / "configs" / "demo.yaml"
-    config = headrace.load_config(
-        demo, ["run.name=own_reward", "run.steps=10", "questions.held_out=null", "warm_start.steps=100", "warm_start.noisy_steps=0"]
-    )
+    overrides = ["run.name=own_reward", "run.steps=10", "questions.held_out=null"]
+    config = headrace.load_config(demo, overrides)
     result = headrace.Trainer(config, reward=brevity).train()
     print(f"{result.step} steps; the report is {result.report}")
 
