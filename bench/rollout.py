@@ -91,11 +91,14 @@ def main() -> None:
     prompts = make_prompts(encoder, options.prompts, options.prompt_tokens)
     engine = LocalEngine(policy, encoder, batch_rows=options.prompts * options.rollouts)
 
-    def drawn(mask: TopTokenRule | None) -> None:
+    async def draw(mask: TopTokenRule | None) -> None:
         parameters = SamplingParameters(max_tokens=options.tokens)
         requests = [SampleRequest(p, i, 1000 * n + i, parameters, mask) for n, p in enumerate(prompts) for i in range(options.rollouts)]
-        completions = asyncio.run(engine.sample(requests))
+        completions = await engine.sample(requests)
         assert all(len(completion.token_ids) == options.tokens for completion in completions)
+
+    def drawn(mask: TopTokenRule | None) -> None:
+        asyncio.run(draw(mask))
 
     free, masked = seconds(lambda: drawn(None), options.repeats), seconds(lambda: drawn(TopTokenRule(threshold=0.6)), options.repeats)
     baseline = seconds(lambda: generate(policy, encoder, prompts, options.rollouts, options.tokens), options.repeats)
