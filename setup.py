@@ -12,6 +12,8 @@ from glob import glob
 from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
+OPENMP = "-fopenmp"
+
 FOLDERS = {"headrace": "engine", "headrace.kernels": "kernels", "headrace.bench": "bench"}
 
 
@@ -33,21 +35,30 @@ def native_extensions() -> list:
     except ImportError:
         print("headrace: pybind11 is missing, C++ kernels are skipped", file=sys.stderr)
         return []
-    windows = sys.platform == "win32"
     return [
         Pybind11Extension(
             "headrace.kernels._native",
             sources,
             include_dirs=["csrc"],
+            depends=sorted(glob("csrc/**/*.h", recursive=True)),
             cxx_std=17,
-            extra_compile_args=["/O2", "/openmp"] if windows else ["-O3", "-fopenmp"],
-            extra_link_args=[] if windows else ["-fopenmp"],
+            extra_compile_args=["-O3", "-ffp-contract=fast", "-Wno-psabi", OPENMP],
+            extra_link_args=[OPENMP],
         )
     ]
 
 
 class OptionalBuild(build_ext):
     """Skips the C++ kernels with one clear line where they cannot be compiled."""
+
+    def build_extension(self, extension) -> None:
+        try:
+            super().build_extension(extension)
+        except Exception:  # a toolchain without OpenMP still builds single-threaded kernels
+            for flags in (extension.extra_compile_args, extension.extra_link_args):
+                if OPENMP in flags:
+                    flags.remove(OPENMP)
+            super().build_extension(extension)
 
     def run(self) -> None:
         try:
