@@ -6,10 +6,11 @@ from types import ModuleType
 
 import torch
 
-IMPLEMENTATIONS = ("reference", "native", "triton")
+IMPLEMENTATIONS = ("reference", "native", "triton", "cuda")
 
-PREFERRED = {"cpu": "native", "cuda": "triton"}
-"""By device type; anything else, and whatever does not import here, is served by the reference."""
+PREFERRED = {"cpu": ("native",), "cuda": ("cuda", "triton")}
+"""By device type, the first that imports here; anything else is served by the reference. `cuda` itself hands to Triton what
+its kernels are not built for."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, implementation: str | None = None) -> ModuleType:
@@ -25,8 +26,7 @@ def choose(device: torch.device, dtype: torch.dtype, implementation: str | None 
         return load("reference")
     if name is not None:
         return load(name)
-    preferred = PREFERRED.get(device.type, "reference")
-    return load(preferred if available(preferred) else "reference")
+    return load(next((each for each in PREFERRED.get(device.type, ()) if available(each)), "reference"))
 
 
 def load(name: str) -> ModuleType:

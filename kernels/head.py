@@ -159,6 +159,10 @@ class HeadGradients:
             offset=self.head.offset,
             dtype=gemm.gradient_dtype(hidden),
         )
+        self.accumulate(gradient, hidden, index)
+
+    def accumulate(self, gradient: Tensor, hidden: Tensor, index: Tensor | slice) -> None:
+        """The two products of a chunk whose gradient of the logits [N, V] is there."""
         if self.hidden is not None:
             self.hidden[index] = gemm.hidden_gradient(gradient, self.head.weight).to(self.hidden.dtype)
         if self.wants_weight:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.kernels import gemm
 from headrace.kernels.dispatch import choose
 from headrace.kernels.head import Head, HeadGradients, blocks
 from headrace.kernels.inputs import Banned, check_chunk, check_head, inverse_temperature, kept_rows
@@ -181,11 +182,23 @@ def pack(lengths: list[int], size: int) -> list[slice]:
     return [*units, slice(start, stop)] if stop > start else units
 
 
+def fuses(batch: _Batch) -> bool:
+    """Whether one row operation can go from logits to gradient: a token's coefficients follow from that row alone."""
+    head = batch.head
+    return hasattr(head.rows, "loss_gradient") and head.group is None and head.offset == 0 and batch.sequences is None
+
+
 def _differentiate_unit(batch: _Batch, hidden: Tensor, order: Tensor, unit: slice, state: Tensor, gradients: HeadGradients):
     head = batch.head
     chosen = order[unit]
     index = chosen if batch.rows is None else batch.rows[chosen]
     targets, inv_temperature = batch.targets[chosen], batch.inv_temperature[chosen]
+    if fuses(batch):
+        rows = hidden[index]
+        state[chosen], gradient = head.rows.loss_gradient(
+            head.logits(rows), targets, inv_temperature, batch.streams.select(chosen), batch.spec, dtype=gemm.gradient_dtype(rows)
+        )
+        return gradients.accumulate(gradient, rows, index)
     parts = list(blocks(len(chosen), head.chunk))
     local = []
     for part in parts:

@@ -30,6 +30,10 @@ compaction, GEMMs, autograd, collectives) is shared code and calls them with che
         `streams` as in `TokenStreams`. Rows with mask False: nothing of them is read into arithmetic. `log_ratios [N]`
         replaces log π − anchor where the ratio is not the token's own (gspo).
 
+    loss_gradient(logits, targets, inv_temperature, streams, spec, *, dtype=None) -> (state [N, 4], gradient [N, C])
+        Optional, for implementations that gain by it: statistics, the loss coefficients of each row and their gradient in one
+        call. The columns are the whole vocabulary and the loss is not gspo. The logits are consumed as by `gradient`.
+
     pair_statistics(logits, logits_cf, targets, inv_temperature, state=None, offset=0) -> state [N, 10]
         Both rows' four statistics, then `CROSS` and `CROSS_CF`. One read of each.
 

@@ -64,3 +64,9 @@ def test_parts_without_a_finite_logit_merge():
     assert merge_states(torch.stack([empty, empty])).tolist() == [[-torch.inf, 0, 0, -torch.inf]]
     broken = torch.tensor([[torch.nan] * 4])
     assert merge_states(torch.stack([full, broken]))[0, :3].isnan().all()
+
+
+def test_a_gpu_is_served_by_what_was_built_for_it(monkeypatch):
+    monkeypatch.delenv("HEADRACE_KERNELS", raising=False)
+    served = name(torch.device("cuda"), torch.bfloat16)
+    assert served == next((each for each in ("cuda", "triton") if available(each)), "reference")
