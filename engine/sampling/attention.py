@@ -47,16 +47,20 @@ class Sharing:
                 slot_of_row[row] = owner * slots + place
         return cls(prompts, slots, torch.tensor(row_of_slot, device=device), torch.tensor(slot_of_row, device=device))
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """[B, Hkv, g, x] -> [prompts, Hkv, slots x g, x]."""
+    def gather(self, rows: Tensor, heads: int) -> Tensor:
+        """[B x heads, g, x] -> [prompts x heads, slots x g, x]."""
+        g, x = rows.shape[1:]
         if self.row_of_slot is not None:
-            rows = rows.index_select(0, self.row_of_slot)
-        return rows.unflatten(0, (self.prompts, self.slots)).transpose(1, 2).flatten(2, 3)
+            rows = rows.view(-1, heads, g, x).index_select(0, self.row_of_slot)
+        return rows.view(self.prompts, self.slots, heads, g, x).transpose(1, 2).reshape(-1, self.slots * g, x)
 
-    def scatter(self, shared: Tensor) -> Tensor:
-        """[prompts, Hkv, slots x g, x] -> [B, Hkv, g, x]."""
-        rows = shared.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
-        return rows if self.slot_of_row is None else rows.index_select(0, self.slot_of_row)
+    def scatter(self, shared: Tensor, heads: int) -> Tensor:
+        """[prompts x heads, slots x g, x] -> [B x heads, g, x]."""
+        g, x = shared.shape[1] // self.slots, shared.shape[2]
+        rows = shared.view(self.prompts, heads, self.slots, g, x).transpose(1, 2)
+        if self.slot_of_row is not None:
+            rows = rows.reshape(-1, heads, g, x).index_select(0, self.slot_of_row)
+        return rows.reshape(-1, g, x)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class SharedPrompts:
     """Keys and values of the prompts of a batch, [U, Hkv, P, d] in each layer, shorter prompts padded."""
 
     layers: list[tuple[Tensor, Tensor]]
-    mask: Tensor | None  # [U, 1, 1, P] fp32, −inf at padding; None if there is none
+    mask: Tensor | None  # [U x Hkv, 1, P] fp32, −inf at padding; None if there is none
     sharing: Sharing
 
 
@@ -96,27 +100,27 @@ def shared_attention(
         raise ValueError(
             f"rows of {columns + key.shape[2]} tokens exceed the model's sliding window of {sliding_window}, which is not supported"
         )
-    batch, heads, _, width = query.shape
+    batch, heads, width = query.shape[0], key.shape[1], query.shape[3]
     scale = width**-0.5 if scaling is None else scaling
-    rows = (query * scale).reshape(batch, key.shape[1], heads // key.shape[1], width)  # [B, Hkv, g, d]
+    rows = (query * scale).reshape(batch * heads, -1, width)  # [B x Hkv, g, d]
     sharing = prompts.sharing
-    prompt_scores = _product(sharing.gather(rows), prompt_keys.transpose(2, 3))
+    prompt_scores = _product(sharing.gather(rows, heads), prompt_keys.flatten(0, 1).transpose(1, 2))
     if prompts.mask is not None:
         prompt_scores += prompts.mask
-    scores = torch.cat((sharing.scatter(prompt_scores), _product(rows, key.transpose(2, 3))), dim=3)  # [B, Hkv, g, P + T]
-    weights = scores.softmax(3).to(value.dtype)
-    output = sharing.scatter(_product(sharing.gather(weights[..., :columns]), prompt_values)) + _product(weights[..., columns:], value)
-    return output.to(query.dtype).reshape(batch, 1, heads, width), None
+    scores = torch.cat((sharing.scatter(prompt_scores, heads), _product(rows, key.flatten(0, 1).transpose(1, 2))), dim=2)
+    weights = scores.softmax(2).to(value.dtype)  # [B x Hkv, g, P + T]
+    prompt_output = _product(sharing.gather(weights[:, :, :columns], heads), prompt_values.flatten(0, 1))
+    output = sharing.scatter(prompt_output, heads) + _product(weights[:, :, columns:], value.flatten(0, 1))
+    return output.to(query.dtype).view(batch, 1, -1, width), None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Batched matrix product, half precision accumulated and returned in fp32."""
     if left.dtype in (torch.float32, torch.float64):
-        return left @ right
+        return torch.bmm(left, right)
     if left.is_cuda:
-        product = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
-        return product.unflatten(0, left.shape[:2])
-    return left.float() @ right.float()
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())
 
 
 AttentionInterface.register(NAME, shared_attention)

@@ -66,7 +66,8 @@ class RowDecoder:
             columns = torch.arange(longest, device=self.device) + (ends - longest)[:, None]
             parts.append([(_padded(layer.keys, columns), _padded(layer.values, columns)) for layer in cache.layers])
         layers = [tuple(torch.cat(sides) for sides in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
-        self.prompts = SharedPrompts(layers, _padding_mask(lengths, self.device), Sharing.of(owners, len(prompts), self.device))
+        mask = _padding_mask(lengths, layers[0][0].shape[1], self.device)
+        self.prompts = SharedPrompts(layers, mask, Sharing.of(owners, len(prompts), self.device))
         self.cache = ResponseCache(layers, len(owners), min(new_tokens, RESERVED_TOKENS))
         owner = torch.tensor(owners, device=self.device)
         self.positions = torch.stack(following)[owner][:, None]  # [B, 1] of the next token
@@ -120,7 +121,7 @@ class RowDecoder:
         if len(needed) < count:
             index = torch.tensor(needed, device=self.device)
             layers = [(keys.index_select(0, index), values.index_select(0, index)) for keys, values in layers]
-            mask = None if mask is None else mask.index_select(0, index)
+            mask = None if mask is None else mask.unflatten(0, (count, -1)).index_select(0, index).flatten(0, 1)
             self.owners = [bisect_left(needed, owner) for owner in self.owners]
         self.prompts = SharedPrompts(layers, mask, Sharing.of(self.owners, len(needed), self.device))
 
@@ -151,13 +152,13 @@ def _padded(packed: Tensor, columns: Tensor) -> Tensor:
     return picked.transpose(0, 1).contiguous()
 
 
-def _padding_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """[U, 1, 1, P] additive mask that hides the columns left of each prompt."""
+def _padding_mask(lengths: Sequence[int], heads: int, device: torch.device) -> Tensor | None:
+    """[U x heads, 1, P] additive mask that hides the columns left of each prompt."""
     longest = max(lengths)
     if min(lengths) == longest:
         return None
     padding = torch.arange(longest, device=device) < longest - torch.tensor(lengths, device=device)[:, None]
-    return torch.zeros(padding.shape, device=device).masked_fill_(padding, -torch.inf)[:, None, None]
+    return torch.zeros(padding.shape, device=device).masked_fill_(padding, -torch.inf).repeat_interleave(heads, 0)[:, None]
 
 
 def _next_positions(position_ids: Tensor, lengths: Sequence[int]) -> list[Tensor]:

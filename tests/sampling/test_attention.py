@@ -33,9 +33,10 @@ def test_it_is_each_rows_own_attention(owners: list[int], lengths: list[int], co
     rows, prompts, longest, heads = len(owners), len(used), max(lengths), 2
     query, key, value = draw(rows, heads * groups, 1, WIDTH), draw(rows, heads, columns, WIDTH), draw(rows, heads, columns, WIDTH)
     prompt_keys, prompt_values = draw(prompts, heads, longest, WIDTH), draw(prompts, heads, longest, WIDTH)
-    mask = torch.zeros(prompts, 1, 1, longest)
+    mask = torch.zeros(prompts, heads, 1, longest)
     for number, length in enumerate(lengths):
         mask[number, ..., : longest - length] = -torch.inf
+    mask = mask.flatten(0, 1)
     shared = SharedPrompts([(prompt_keys, prompt_values)], mask, Sharing.of(owners, prompts, torch.device("cpu")))
     output, _ = shared_attention(SimpleNamespace(layer_idx=0), query, key, value, None, prompts=shared)
     assert output.shape == (rows, 1, heads * groups, WIDTH)

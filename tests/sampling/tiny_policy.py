@@ -16,8 +16,8 @@ MIX, GAIN = 6.0, 50.0
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *map(str, range(10)), *";,.?=>+"]
 
 
-ROUNDING = 2e-5
-"""Nats; logits this sharp reach 15, where fp32 is good for about 1e-5."""
+ROUNDING = 1e-4
+"""Nats. Layers and logits this large amplify fp32 rounding; a test in float64 holds the same sums to 1e-6."""
 
 
 @dataclass(frozen=True)
