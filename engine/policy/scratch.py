@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import ScratchTextModel, ScratchVisionModel
 
@@ -168,6 +169,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True)
+    disable_progress_bar()  # one shard needs none
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
