@@ -12,6 +12,7 @@ from headrace.encoding import Encoder
 from headrace.policy.packing import build_batch
 from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet
+from headrace.ranges import span
 from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
 from headrace.sampling.waves import draw_groups
 from headrace.selection.dapo import Refill, keep
@@ -75,7 +76,8 @@ class Controller:
         kept, surplus = refill.take(partial=True)
         fates |= {key: "surplus" for key, _ in surplus}
         batch_groups = tuple(group for _, group in kept)
-        batch = build_batch(batch_groups, self.config.loss, self.config.sampling) if batch_groups else None
+        with span("packing"):
+            batch = build_batch(batch_groups, self.config.loss, self.config.sampling) if batch_groups else None
         return Drawn(batch, batch_groups, tuple(sampled), fates)
 
     def settle(self, drawn: Drawn) -> None:

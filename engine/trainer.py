@@ -13,6 +13,8 @@ from headrace.config import Config
 from headrace.controller import Drawn
 from headrace.evaluation import evaluate
 from headrace.interrupt import Interrupt
+from headrace.profiling import Window, capturing
+from headrace.ranges import span
 from headrace.records import Question
 
 
@@ -39,6 +41,7 @@ class Trainer:
             ``"module:function"``, it runs in a process of its own that can be killed.
         questions: questions to train on instead of ``config.questions.train``.
         fresh: delete what an earlier run of this name left.
+        profile: steps to capture (docs/profiling.md).
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Trainer:
         reward: RewardFunction | str | None = None,
         questions: Sequence[Question] | None = None,
         fresh: bool = False,
+        profile: Window | None = None,
     ) -> None:
         self.config = config
         self.reward = reward
         self.questions = questions
         self.fresh = fresh
+        self.profile = profile
 
     def train(self) -> TrainResult:
         """Run to ``run.steps``; after Ctrl-C or SIGTERM it returns early with everything saved.
@@ -67,15 +72,17 @@ class Trainer:
         run = self.config.run
         with assemble(self.config, self.reward, self.questions, fresh=self.fresh) as parts, Interrupt() as interrupt:
             step = saved = _resume(parts)
+            if self.profile is not None:
+                self.profile.check(step, run.steps)
             await _evaluate(parts, step)
-            while step < run.steps and not parts.parallel.broadcast_json(interrupt.requested):
-                step += 1
-                drawn = await _draw(parts)
-                metrics = _learn(parts, drawn)
-                _record(parts, step, drawn, metrics)
-                await _evaluate(parts, step)
-                if step == run.steps or step % run.checkpoint_every == 0:
-                    saved = _save(parts, step)
+            with capturing(self.profile, self.config.run_folder / "profile", parts.parallel.rank) as profiler:
+                while step < run.steps and not parts.parallel.broadcast_json(interrupt.requested):
+                    step += 1
+                    with profiler.step(step):
+                        await _step(parts, step)
+                        await _evaluate(parts, step)
+                        if step == run.steps or step % run.checkpoint_every == 0:
+                            saved = _save(parts, step)
             if saved < step:
                 _save(parts, step)
             return _finish(parts, step)
@@ -92,6 +99,14 @@ def _resume(parts: Parts) -> int:
         parts.rollouts.controller.ledger.restore(restored.extra["ledger"])
     parts.journal.resume(restored.step)
     return restored.step
+
+
+async def _step(parts: Parts, step: int) -> None:
+    """Draw a batch, learn from it, write the row."""
+    with span("step"):
+        drawn = await _draw(parts)
+        metrics = _learn(parts, drawn)
+        _record(parts, step, drawn, metrics)
 
 
 async def _draw(parts: Parts) -> Drawn | None:

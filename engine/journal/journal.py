@@ -34,6 +34,7 @@ from headrace.journal.progress import Screen
 from headrace.journal.samples import Decode, chosen, sample_row
 from headrace.journal.store import Table, line, make_folder, plain, write_text
 from headrace.journal.trackers import Tracker, scalars, trackers
+from headrace.ranges import span
 from headrace.records import Group
 
 BESIDE_STEPS = ("warm start", "evaluation", "checkpoint", "report")
@@ -139,7 +140,8 @@ class Journal:
             self.screen.tick(name, done, total, note)
 
         try:
-            yield tick
+            with span(name):
+                yield tick
         finally:
             self._charge()
             self._phases.pop()

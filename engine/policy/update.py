@@ -20,6 +20,7 @@ from headrace.policy.optimizer import Optimizer, learning_rate
 from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, take_rows
 from headrace.policy.parallel import Parallel, prepare
 from headrace.policy.score import IGNORED, frozen_copy, packed_rows, predicted, predicted_targets, teacher_forced
+from headrace.ranges import span
 from headrace.records import StepBatch
 
 
@@ -128,13 +129,16 @@ class Learner:
         part = take_rows(batch, micro.rows)
         if micro.filler:
             part = replace(part, loss_mask=np.zeros_like(part.loss_mask), loss_weight=np.zeros_like(part.loss_weight))
-        head = _Head(self, part, packed_rows(part, self.parallel.device))
-        with torch.set_grad_enabled(micro.gradient):
+        with span("inputs"):
+            head = _Head(self, part, packed_rows(part, self.parallel.device))
+        with span("forward"), torch.set_grad_enabled(micro.gradient):
             loss, vector = self.policy(head.rows, head)
         if micro.gradient:
-            loss.backward()
+            with span("backward"):
+                loss.backward()
         return vector
 
+    @span("reduce")
     def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
         """Totals over micro-batches and ranks with one collective and one host sync: vector on the host, global gradient norm (or 0)."""
         device = self.parallel.device
@@ -146,6 +150,7 @@ class Learner:
         raise_on_bad_labels()
         return values[:-1], float(values[-1])
 
+    @span("optimizer")
     def _take(self, loss: float, norm: float, rate: float) -> bool:
         """Clip and step, unless something is not finite or there is no gradient at all; every rank decides alike.
 
@@ -178,8 +183,10 @@ class _Head:
         self.mask = torch.from_numpy(predicted(part.loss_mask)).to(device, non_blocking=True)
         self.reference = None
         if learner.reference is not None:
-            self.reference, _ = teacher_forced(learner.reference, rows, self.targets, part.temperature, learner.banned_ids)
+            with span("reference"):
+                self.reference, _ = teacher_forced(learner.reference, rows, self.targets, part.temperature, learner.banned_ids)
 
+    @span("head")
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and metrics [len(Metric) + 2] from hidden [N, D] and head weight [V, D]."""
         result = self._loss(hidden, weight, self.learner.spec, self.targets, self.advantages, self.mask)

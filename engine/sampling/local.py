@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.encoding import Encoder
 from headrace.kernels import TopTokenSample, top_token_sample
+from headrace.ranges import span
 from headrace.records import Array, Completion, MaskTrace, SampleRequest
 from headrace.sampling.decoder import LocalPolicy, RowDecoder
 from headrace.sampling.stops import Stops
@@ -103,14 +104,17 @@ class _Drawing:
         position = 0
         while self.live.any():
             if position:
-                decoder.step(self._fed)
-            self._draw(decoder.logits, position)
+                with span("decode"):
+                    decoder.step(self._fed)
+            with span("draw"):
+                self._draw(decoder.logits, position)
             position += 1
             finished = len(self.live) - int(self.live.sum())
             if 0 < finished < len(self.live) and finished * COMPACTION >= len(self.live):
                 self._compact(decoder)
         return self._completions()
 
+    @span("prefill")
     def _decoder(self) -> RowDecoder:
         prompts = {_prompt_key(request): request.prompt for request in self.requests}
         numbers = {key: number for number, key in enumerate(prompts)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from headrace.config import CGEConfig, SamplingConfig
+from headrace.ranges import span
 from headrace.records import Arm, Array, Engine, Group, Prompt, Rollout, SampleRequest, SamplingParameters, Scorer, TopTokenRule
 from headrace.streams import stream, stream_seed
 
@@ -82,12 +83,15 @@ async def draw_groups(
     size, cge = config.group_size, config.cge
     waves = [_Wave(prompt, epoch) for prompt, epoch in zip(prompts, epochs, strict=True)]
     if cge is None:
-        drawn = await _draw(waves, range(size), engine, scorer, encoder, config, seed)
+        with span("wave 1"):
+            drawn = await _draw(waves, range(size), engine, scorer, encoder, config, seed)
         return [_group(wave, rollouts) for wave, rollouts in zip(waves, drawn, strict=True)]
     split = first_wave_size(size, cge.first_wave_fraction)
-    first = await _draw(waves, range(split), engine, scorer, encoder, config, seed)
+    with span("wave 1"):
+        first = await _draw(waves, range(split), engine, scorer, encoder, config, seed)
     waves = [replace(wave, first=tuple(rollouts), arm=_arm(wave, rollouts, cge, seed)) for wave, rollouts in zip(waves, first, strict=True)]
-    second = await _draw(waves, range(split, size), engine, scorer, encoder, config, seed)
+    with span("wave 2"):
+        second = await _draw(waves, range(split, size), engine, scorer, encoder, config, seed)
     return [_group(wave, rollouts) for wave, rollouts in zip(waves, second, strict=True)]
 
 
@@ -127,7 +131,8 @@ async def _draw(
         ]
         for wave in waves
     ]
-    return await asyncio.gather(*(_score(wave, drawn, scorer) for wave, drawn in zip(waves, rollouts, strict=True)))
+    with span("scoring"):
+        return await asyncio.gather(*(_score(wave, drawn, scorer) for wave, drawn in zip(waves, rollouts, strict=True)))
 
 
 def _request(wave: _Wave, index: int, config: SamplingConfig, seed: int) -> SampleRequest:
