@@ -42,8 +42,10 @@ struct EmulatedWarp {
 };
 
 struct EmulatedBlock {
-    EmulatedBlock(int threads, size_t shared) : meeting(threads), warps(threads / WARP), memory((shared + 7) / 8) {}
+    EmulatedBlock(int threads, size_t shared)
+        : meeting(threads), running(threads), warps(threads / WARP), memory((shared + 7) / 8) {}
     Meeting meeting;
+    int running;
     std::vector<EmulatedWarp> warps;
     std::vector<double> memory;
 };
@@ -136,8 +138,21 @@ inline void run_fiber() {
     ++events;
 }
 
-// Runs all threads of a cluster, a stretch between barriers at a time and in an order that changes from stretch to stretch, so
-// that a missing barrier shows.
+inline uint32_t coin = 1;
+inline bool toss() {
+    coin ^= coin << 13;
+    coin ^= coin >> 17;
+    coin ^= coin << 5;
+    return coin & 1;
+}
+
+// A block whose threads have all left: nothing of its shared memory may be needed any more.
+inline void retire(EmulatedBlock& block) {
+    if (--block.running == 0) std::memset(block.memory.data(), 0xFF, block.memory.size() * sizeof(double));
+}
+
+// Runs all threads of a cluster, a stretch between barriers at a time. A coin decides which warps move, so that some get far
+// ahead of others and a missing barrier shows.
 inline void run_cluster(std::vector<EmulatedThread>& threads) {
     for (EmulatedThread& each : threads) {
         each.stack = std::make_unique<char[]>(STACK);
@@ -148,15 +163,21 @@ inline void run_cluster(std::vector<EmulatedThread>& threads) {
         makecontext(&each.context, run_fiber, 0);
     }
     size_t running = threads.size();
-    for (bool forwards = true; running > 0; forwards = !forwards) {
+    for (int idle = 0; running > 0;) {
         long before = events;
-        for (size_t i = 0; i < threads.size(); ++i) {
-            self = &threads[forwards ? i : threads.size() - 1 - i];
-            if (self->finished) continue;
-            swapcontext(&scheduler, &self->context);
-            running -= self->finished;
+        for (size_t first = 0; first < threads.size(); first += WARP) {
+            if (toss()) continue;
+            for (size_t i = first; i < first + WARP; ++i) {
+                self = &threads[i];
+                if (self->finished) continue;
+                swapcontext(&scheduler, &self->context);
+                if (!self->finished) continue;
+                --running;
+                retire(self->own());
+            }
         }
-        if (events == before) throw std::runtime_error("the threads of a cluster wait for each other");
+        idle = events == before ? idle + 1 : 0;
+        if (idle > 1000) throw std::runtime_error("the threads of a cluster wait for each other");
     }
 }
 
