@@ -80,6 +80,7 @@ def counterfactual_score(
     pair = (hidden[kept], hidden_cf[kept], targets[kept].long(), inv_temperature)
     second_read = "js" in divergences or "tv" in divergences
     scores = (_score_twice if second_read or weight.device.type != "cpu" else _score_tiles)(head, *pair, second_read)
+    head.release()
     return CounterfactualScore(
         *(spread(values, rows, len(hidden)) for values in scores[:4]),
         *(spread(values, rows, len(hidden)) if name in divergences else None for name, values in zip(DIVERGENCES, scores[4:], strict=True)),
@@ -89,11 +90,11 @@ def counterfactual_score(
 def _score_tiles(head: Head, hidden: Tensor, hidden_cf: Tensor, targets: Tensor, inv_temperature: Tensor, _) -> list:
     """What one read gives, by vocabulary tiles."""
     states = [torch.empty(0, PAIR_STATE_WIDTH, dtype=head.dtype)]
-    for block in blocks(len(hidden), head.scoring_rows // 2):
-        state = None
-        pair = zip(head.tiles(hidden[block]), head.tiles(hidden_cf[block], "tile_cf"), strict=True)
-        for (start, tile), (_, tile_cf) in pair:
-            state = head.rows.pair_statistics(tile, tile_cf, targets[block], inv_temperature[block], state, start)
+    for block in blocks(len(hidden), max(head.scoring_rows // 2, 1)):
+        both = torch.cat([hidden[block], hidden_cf[block]])  # one product for the two of them
+        state, rows = None, len(both) // 2
+        for start, tile in head.tiles(both):
+            state = head.rows.pair_statistics(tile[:rows], tile[rows:], targets[block], inv_temperature[block], state, start)
         states.append(state)
     return [*_read(torch.cat(states)), None, None]
 
@@ -103,7 +104,7 @@ def _score_twice(head: Head, hidden: Tensor, hidden_cf: Tensor, targets: Tensor,
     states = [torch.empty(0, PAIR_STATE_WIDTH, dtype=head.dtype, device=hidden.device)]
     js, tv = [states[0][:, 0]], [states[0][:, 0]]
     for block in blocks(len(hidden), max(head.chunk // 2, 1)):
-        logits, logits_cf = head.logits(hidden[block]), head.logits(hidden_cf[block], "logits_cf")
+        logits, logits_cf = head.logits(torch.cat([hidden[block], hidden_cf[block]])).chunk(2)
         states.append(head.rows.pair_statistics(logits, logits_cf, targets[block], inv_temperature[block]))
         if second:
             found = head.rows.pair_divergences(logits, logits_cf, inv_temperature[block], states[-1])

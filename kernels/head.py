@@ -28,8 +28,13 @@ TILE_ELEMENTS = 1 << 20
 TILE_COLUMNS = (256, 8192)
 """Vocabulary tiles on a CPU: about 4 MB of logits, so that they are read back from cache."""
 
-TILE_ROWS = 4096
+TILE_ROWS = 1024
 """Tokens scored together by vocabulary tiles; more would push the tile out of cache."""
+
+KEPT_BYTES = 512 << 20
+"""Scratch memory of at most this size is kept for the next call: a CPU pays for touching fresh pages."""
+
+_kept: dict[torch.dtype, Tensor] = {}
 
 
 class Head:
@@ -56,7 +61,7 @@ class Head:
         self.banned_list = [] if self.banned is None or weight.device.type != "cpu" else self.banned.tolist()
         self.dtype = gemm.statistics_dtype(weight.dtype)
         self.chunk = default_chunk(self.vocabulary, weight.device) if chunk is None else chunk
-        self.buffers: dict[str, Tensor] = {}
+        self.scratch: Tensor | None = None
 
     def score(self, hidden: Tensor, targets: Tensor, inv_temperature: Tensor) -> Tensor:
         """Complete statistics [N, 4] of rows that need no gradient."""
@@ -80,10 +85,10 @@ class Head:
             state = self.rows.statistics(tile, targets, inv_temperature, state, self.offset + start)
         return state
 
-    def tiles(self, hidden: Tensor, name: str = "tile") -> Iterator[tuple[int, Tensor]]:
+    def tiles(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """First column and logits [N, C] of each vocabulary tile; a tile lives until the next one."""
         columns = tile_columns(len(hidden), self.vocabulary)
-        storage = self.buffer(name, len(hidden) * columns)
+        storage = self.buffer(len(hidden) * columns)
         wide = hidden.to(self.dtype)
         for start in range(0, self.vocabulary, columns):
             part = self.weight[start : start + columns].to(self.dtype)
@@ -94,17 +99,25 @@ class Head:
                 tile.index_fill_(1, self.banned[low:high] - start, -torch.inf)
             yield start, tile
 
-    def logits(self, hidden: Tensor, name: str = "logits") -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of one token chunk in a reused buffer."""
-        storage = self.buffer(name, len(hidden) * self.vocabulary)
+        storage = self.buffer(len(hidden) * self.vocabulary)
         out = gemm.logits_of(hidden, self.weight, storage[: len(hidden) * self.vocabulary].view(len(hidden), self.vocabulary))
         return out if self.banned is None else out.index_fill_(1, self.banned, -torch.inf)
 
-    def buffer(self, name: str, elements: int) -> Tensor:
-        """Scratch memory of this call, grown on demand."""
-        if name not in self.buffers or len(self.buffers[name]) < elements:
-            self.buffers[name] = torch.empty(elements, dtype=self.dtype, device=self.weight.device)
-        return self.buffers[name]
+    def buffer(self, elements: int) -> Tensor:
+        """Scratch memory of this call, grown on demand; on a CPU that of an earlier call, if no other thread has it."""
+        if self.scratch is None and self.weight.device.type == "cpu":
+            self.scratch = _kept.pop(self.dtype, None)
+        if self.scratch is None or len(self.scratch) < elements:
+            self.scratch = torch.empty(elements, dtype=self.dtype, device=self.weight.device)
+        return self.scratch
+
+    def release(self) -> None:
+        """End of the call: give the scratch memory up."""
+        if self.scratch is not None and self.scratch.device.type == "cpu" and self.scratch.nbytes <= KEPT_BYTES:
+            _kept[self.dtype] = self.scratch
+        self.scratch = None
 
     def complete(self, state: Tensor) -> Tensor:
         """Statistics over the whole vocabulary: as they are, or one gather of 16 bytes per token and rank."""

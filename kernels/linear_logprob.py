@@ -69,7 +69,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         kept = hidden.detach() if rows is None else hidden.detach()[rows]
         state = head.score(kept, targets, inv_temperature)
-        head.buffers.clear()
+        head.release()
         ctx.save_for_backward(hidden, weight, targets, inv_temperature, state, rows)
         ctx.head = head
         return spread(logprobs_of(state), rows, len(hidden)), spread(entropies_of(state), rows, len(hidden))
@@ -99,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
                 coefficients[0][chosen],
                 coefficients[1][chosen],
             )
-        ctx.head.buffers.clear()
+        ctx.head.release()
         return *gradients.finish(), None, None, None, None
 
 

@@ -112,6 +112,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         else:
             kept = values if batch.rows is None else values[batch.rows]
             state = batch.head.score(kept, batch.targets, batch.inv_temperature)
+            batch.head.release()
         logprobs, entropies = logprobs_of(state), entropies_of(state)
         # Loss and metrics are summed once over all rows, so that they do not depend on the chunks.
         token = evaluate(batch.head.rows, logprobs, entropies, batch.streams, batch.spec, batch.sequences)
@@ -150,7 +151,7 @@ def _score_and_differentiate(batch: _Batch, hidden: Tensor, wants_hidden: bool, 
     if len(rest):
         at = rest if batch.rows is None else batch.rows[rest]
         state[rest] = head.score(hidden[at], batch.targets[rest], batch.inv_temperature[rest])
-    head.buffers.clear()
+    head.release()
     return state, gradients.finish()
 
 
