@@ -67,7 +67,7 @@ def loss_gradient(
             inv_temperature=inv_temperature.data_ptr(),
             state=state.data_ptr(),
             inputs=_cuda.TokenInputs(**{name: address(mask if name == "mask" else stream) for name, stream in streams._asdict().items()}),
-            terms=_cuda.LossTerms(
+            spec=_cuda.LossSpec(
                 cispo=spec.kind == "cispo",
                 kl_kind=spec.kl_kind,
                 clip_low=spec.clip_low,

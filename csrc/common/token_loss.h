@@ -1,21 +1,68 @@
-// The derivatives of one token's gated clipped policy loss. Formulas: kernels/policy_loss.py; definition:
-// kernels/reference/loss_rows.py. Losses and metrics of all tokens come from `token_loss`, once, after the last chunk.
+// The gated clipped policy loss of one token. Formulas: kernels/policy_loss.py; definition: kernels/reference/loss_rows.py.
 #pragma once
 
 #include "common/host_device.h"
 
 namespace headrace {
 
-enum KlKindCode : int32_t { KL_K1 = 1, KL_K2 = 2, KL_K3 = 3 };
+enum class LossKind : int32_t { ppo, cispo };  // gspo is ppo with the log-ratios given
+enum class KlKind : int32_t { k1, k2, k3 };
 
-struct LossTerms {
-    int32_t cispo;    // else ppo; a sequence ratio does not fit here, since it needs more than one row
-    int32_t kl_kind;  // KlKindCode
+struct LossSpec {
+    LossKind kind;
+    KlKind kl_kind;
     float clip_low, clip_high;
     float dual_clip;  // +inf for none
     float tis_cap;    // +inf for none
     float kl_coef, entropy_coef, surprisal_coef;
 };
+
+constexpr float LOG_RATIO_LIMIT = 20.0f;
+constexpr float K3_LIMIT = 10.0f;
+
+// NaN stays NaN, as everywhere below: a row that counts must not hide one.
+HEADRACE_HD float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
+HEADRACE_HD float clamp_log_ratio(float value) { return clamp(value, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT); }
+
+// The surrogate to minimise, its derivative by the log-prob, and which clips are active.
+struct Surrogate {
+    float value, slope;
+    bool low, high, dual;
+};
+
+HEADRACE_HD Surrogate surrogate(const LossSpec& spec, float logprob, float log_ratio, float ratio, float credit) {
+    float low = 1 - spec.clip_low, high = 1 + spec.clip_high;
+    if (spec.kind == LossKind::cispo) {
+        float slope = -clamp(ratio, low, high) * credit;
+        return {slope * logprob, slope, ratio < low, ratio > high, false};
+    }
+    Surrogate s{0, 0, credit < 0 && ratio < low, credit > 0 && ratio > high, credit < 0 && ratio > spec.dual_clip};
+    float effective = s.low ? low : s.high ? high : s.dual ? spec.dual_clip : ratio;
+    bool constant = s.low || s.high || s.dual || std::fabs(log_ratio) > LOG_RATIO_LIMIT;
+    s.value = -effective * credit;
+    s.slope = constant ? 0.0f : -ratio * credit;
+    return s;
+}
+
+struct Estimate {
+    float value = 0, slope = 0;
+};
+
+// The estimate of KL(policy, reference) and its derivative by the log-prob.
+HEADRACE_HD Estimate reference_kl(const LossSpec& spec, float logprob, float reference) {
+    float raw = reference - logprob, d = clamp_log_ratio(raw);
+    Estimate kl;
+    if (spec.kl_kind == KlKind::k1) {
+        kl = {-d, 1};
+    } else if (spec.kl_kind == KlKind::k2) {
+        kl = {d * d / 2, -d};
+    } else {
+        float grown = std::expm1(d), value = grown - d;
+        kl = value > K3_LIMIT ? Estimate{K3_LIMIT, 0} : Estimate{value, -grown};
+    }
+    if (std::fabs(raw) > LOG_RATIO_LIMIT) kl.slope = 0;
+    return kl;
+}
 
 struct TokenInputs {
     const float *old_logprobs, *advantages, *weights;         // [N]
@@ -45,39 +92,18 @@ HEADRACE_HD Token load_token(const TokenInputs& inputs, int64_t row) {
             inputs.proximal_logprobs ? inputs.proximal_logprobs[row] : old_logprob};
 }
 
-constexpr float LOG_RATIO_BOUND = 20.0f;
-constexpr float K3_BOUND = 10.0f;
-
-HEADRACE_HD float bounded(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
-
-HEADRACE_HD float bounded_ratio(float log_ratio) { return std::exp(bounded(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)); }
-
-HEADRACE_HD float surrogate_slope(const LossTerms& terms, float log_ratio, float credit) {
-    float ratio = bounded_ratio(log_ratio), low = 1.0f - terms.clip_low, high = 1.0f + terms.clip_high;
-    if (terms.cispo) return -bounded(ratio, low, high) * credit;
-    bool clipped = (credit < 0.0f && (ratio < low || ratio > terms.dual_clip)) || (credit > 0.0f && ratio > high);
-    return clipped || std::fabs(log_ratio) > LOG_RATIO_BOUND ? 0.0f : -ratio * credit;
-}
-
-HEADRACE_HD float reference_slope(const LossTerms& terms, float log_ratio) {
-    if (std::fabs(log_ratio) > LOG_RATIO_BOUND) return 0.0f;
-    if (terms.kl_kind == KL_K1) return 1.0f;
-    if (terms.kl_kind == KL_K2) return -log_ratio;
-    float grown = std::expm1(log_ratio);
-    return grown - log_ratio > K3_BOUND ? 0.0f : -grown;
-}
-
 // d loss / d log-prob and d loss / d entropy.
-HEADRACE_HD Coefficients coefficients_of(const LossTerms& terms, const TokenInputs& inputs, const Token& token, float logprob) {
+HEADRACE_HD Coefficients coefficients_of(const LossSpec& spec, const TokenInputs& inputs, const Token& token, float logprob) {
     if (!token.counted) return {0.0f, 0.0f};
     float credit = token.advantage > 0.0f ? token.gate * token.advantage : token.advantage;
-    float slope = surrogate_slope(terms, logprob - token.proximal_logprob, credit);
+    float log_ratio = logprob - token.proximal_logprob;
+    float slope = surrogate(spec, logprob, log_ratio, std::exp(clamp_log_ratio(log_ratio)), credit).slope;
     if (inputs.proximal_logprobs) {
-        float importance = bounded_ratio(token.proximal_logprob - token.old_logprob);
-        slope *= importance > terms.tis_cap ? terms.tis_cap : importance;
+        float importance = std::exp(clamp_log_ratio(token.proximal_logprob - token.old_logprob));
+        slope *= importance > spec.tis_cap ? spec.tis_cap : importance;
     }
-    if (inputs.ref_logprobs) slope += terms.kl_coef * reference_slope(terms, token.ref_logprob - logprob);
-    return {token.weight * (slope - terms.surprisal_coef), -terms.entropy_coef * token.weight};
+    if (inputs.ref_logprobs) slope += spec.kl_coef * reference_kl(spec, logprob, token.ref_logprob).slope;
+    return {token.weight * (slope - spec.surprisal_coef), -spec.entropy_coef * token.weight};
 }
 
 }  // namespace headrace

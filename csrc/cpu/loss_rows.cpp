@@ -5,55 +5,6 @@
 #include <limits>
 
 namespace headrace {
-namespace {
-
-constexpr float LOG_RATIO_LIMIT = 20.0f;
-constexpr float K3_LIMIT = 10.0f;
-
-// NaN stays NaN, as everywhere below: a row that counts must not hide one.
-float clamp(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
-float clamp_log_ratio(float value) { return clamp(value, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT); }
-
-struct Surrogate {
-    float value, slope;
-    bool low, high, dual;
-};
-
-Surrogate surrogate(const LossSpec& spec, float logprob, float log_ratio, float ratio, float credit) {
-    float low = 1 - spec.clip_low, high = 1 + spec.clip_high;
-    if (spec.kind == LossKind::cispo) {
-        float slope = -clamp(ratio, low, high) * credit;
-        return {slope * logprob, slope, ratio < low, ratio > high, false};
-    }
-    Surrogate s{0, 0, credit < 0 && ratio < low, credit > 0 && ratio > high, credit < 0 && ratio > spec.dual_clip};
-    float effective = s.low ? low : s.high ? high : s.dual ? spec.dual_clip : ratio;
-    bool constant = s.low || s.high || s.dual || std::fabs(log_ratio) > LOG_RATIO_LIMIT;
-    s.value = -effective * credit;
-    s.slope = constant ? 0.0f : -ratio * credit;
-    return s;
-}
-
-struct Estimate {
-    float value = 0, slope = 0;
-};
-
-Estimate reference_kl(const LossSpec& spec, float logprob, float reference) {
-    float raw = reference - logprob, d = clamp_log_ratio(raw);
-    Estimate kl;
-    if (spec.kl_kind == KlKind::k1) {
-        kl = {-d, 1};
-    } else if (spec.kl_kind == KlKind::k2) {
-        kl = {d * d / 2, -d};
-    } else {
-        float grown = std::expm1(d), value = grown - d;
-        kl = value > K3_LIMIT ? Estimate{K3_LIMIT, 0} : Estimate{value, -grown};
-    }
-    if (std::fabs(raw) > LOG_RATIO_LIMIT) kl.slope = 0;
-    return kl;
-}
-
-}  // namespace
-
 void token_loss(const LossArgs& args, const LossSpec& spec, int64_t rows) {
     double sums[METRICS] = {};
     float smallest = std::numeric_limits<float>::infinity(), largest = -smallest;

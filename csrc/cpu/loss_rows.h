@@ -3,24 +3,14 @@
 
 #include <cstdint>
 
-namespace headrace {
+#include "common/token_loss.h"
 
-enum class LossKind { ppo, cispo };  // gspo is ppo with the log-ratios given
-enum class KlKind { k1, k2, k3 };
+namespace headrace {
 
 // Offsets as in kernels/policy_spec.py.
 enum Metric {
     TOKENS, CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL, K1, K3, REFERENCE_KL, RATIO, RATIO_SQUARED, ENTROPY, SURPRISAL, TIS_CAPPED,
     POSITIVES, GATE_ON_POSITIVES, RATIO_MIN, RATIO_MAX, METRICS
-};
-
-struct LossSpec {
-    LossKind kind;
-    KlKind kl_kind;
-    float clip_low, clip_high;
-    float dual_clip;  // +inf for none
-    float tis_cap;    // +inf for none
-    float kl_coef, entropy_coef, surprisal_coef;
 };
 
 struct LossArgs {

@@ -16,7 +16,7 @@ struct LossGradientArgs {
     int32_t share;    // columns of one block, a multiple of 4
     int32_t cluster;  // blocks of one row
     TokenInputs inputs;
-    LossTerms terms;
+    LossSpec spec;
 };
 
 struct TopTokenArgs {

@@ -30,11 +30,11 @@ Element element(const std::string& name) {
     throw py::value_error("no kernel for elements of " + name);
 }
 
-LossTerms loss_terms(bool cispo, const std::string& kl_kind, float clip_low, float clip_high, std::optional<float> dual_clip,
+LossSpec loss_spec(bool cispo, const std::string& kl_kind, float clip_low, float clip_high, std::optional<float> dual_clip,
                      std::optional<float> tis_cap, float kl_coef, float entropy_coef, float surprisal_coef) {
     constexpr float none = std::numeric_limits<float>::infinity();
-    const int32_t kind = kl_kind == "k1" ? KL_K1 : kl_kind == "k2" ? KL_K2 : KL_K3;
-    return {cispo, kind, clip_low, clip_high, dual_clip.value_or(none), tis_cap.value_or(none), kl_coef, entropy_coef, surprisal_coef};
+    const KlKind kind = kl_kind == "k1" ? KlKind::k1 : kl_kind == "k2" ? KlKind::k2 : KlKind::k3;
+    return {cispo ? LossKind::cispo : LossKind::ppo, kind, clip_low, clip_high, dual_clip.value_or(none), tis_cap.value_or(none), kl_coef, entropy_coef, surprisal_coef};
 }
 
 TokenInputs token_inputs(Address old_logprobs, Address advantages, Address weights, Address gates, Address mask, Address ref_logprobs,
@@ -45,7 +45,7 @@ TokenInputs token_inputs(Address old_logprobs, Address advantages, Address weigh
 
 void loss_gradient(Address logits, int64_t stride, Address out, int64_t out_stride, const std::string& out_element, int64_t rows,
                    int64_t columns, Address targets, Address inv_temperature, Address state, const TokenInputs& inputs,
-                   const LossTerms& terms, Address stream) {
+                   const LossSpec& spec, Address stream) {
     LossGradientArgs args{};
     args.logits = at<const float>(logits);
     args.stride = stride;
@@ -56,7 +56,7 @@ void loss_gradient(Address logits, int64_t stride, Address out, int64_t out_stri
     args.inv_temperature = at<const float>(inv_temperature);
     args.state = at<float>(state);
     args.inputs = inputs;
-    args.terms = terms;
+    args.spec = spec;
     launch_loss_gradient(args, rows, element(out_element), at<void>(stream));
 }
 
@@ -87,8 +87,8 @@ void top_token(Address logits, int64_t stride, const std::string& in_element, in
 
 PYBIND11_MODULE(_cuda, module) {
     module.doc() = "CUDA row kernels for compute capability 9.0";
-    py::class_<LossTerms>(module, "LossTerms")
-        .def(py::init(&loss_terms), py::kw_only(), py::arg("cispo"), py::arg("kl_kind"), py::arg("clip_low"), py::arg("clip_high"),
+    py::class_<LossSpec>(module, "LossSpec")
+        .def(py::init(&loss_spec), py::kw_only(), py::arg("cispo"), py::arg("kl_kind"), py::arg("clip_low"), py::arg("clip_high"),
              py::arg("dual_clip"), py::arg("tis_cap"), py::arg("kl_coef"), py::arg("entropy_coef"), py::arg("surprisal_coef"));
     py::class_<TokenInputs>(module, "TokenInputs")
         .def(py::init(&token_inputs), py::kw_only(), py::arg("old_logprobs"), py::arg("advantages"), py::arg("weights"), py::arg("gates"),
@@ -96,7 +96,7 @@ PYBIND11_MODULE(_cuda, module) {
     module.def("loss_gradient_cluster", &loss_gradient_cluster, py::arg("columns"));
     module.def("loss_gradient", &loss_gradient, py::kw_only(), py::arg("logits"), py::arg("stride"), py::arg("out"), py::arg("out_stride"),
                py::arg("out_element"), py::arg("rows"), py::arg("columns"), py::arg("targets"), py::arg("inv_temperature"),
-               py::arg("state"), py::arg("inputs"), py::arg("terms"), py::arg("stream"));
+               py::arg("state"), py::arg("inputs"), py::arg("spec"), py::arg("stream"));
     module.def("top_token", &top_token, py::kw_only(), py::arg("logits"), py::arg("stride"), py::arg("in_element"), py::arg("rows"),
                py::arg("columns"), py::arg("eligible"), py::arg("threshold"), py::arg("banned"), py::arg("spared"), py::arg("fired"),
                py::arg("top_id"), py::arg("top_prob"), py::arg("raw"), py::arg("masked"), py::arg("seeds"), py::arg("positions"),

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) loss_gradient_kernel(const 
         if (lane == 0) {
             board.normaliser = normaliser_of(all);
             const float logprob = (score - all.top) - board.normaliser.log_total;
-            board.coefficients = coefficients_of(args.terms, args.inputs, token, logprob);
+            board.coefficients = coefficients_of(args.spec, args.inputs, token, logprob);
             if (rank == 0) {
                 float* state = args.state + 4 * row;
                 state[0] = all.total == 0.0f ? -INFINITY : all.top;
