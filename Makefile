@@ -3,17 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
+PIP := $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
 READY := $(VENV)/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: venv demo demo-vlm test soak lint clean
 venv: $(READY)
 
-$(READY): setup.py pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*)
+$(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/*.cpp csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) pip setuptools wheel pybind11 torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[demo,dev]' av
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps torchvision
+	$(PIP) pip setuptools wheel pybind11 torch
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) -r constraints/cpu-triton.txt
+	$(PIP) --no-build-isolation -e '.[demo,dev]'
+	$(PIP) --no-deps torchvision
 	touch $@
 
 demo: venv
