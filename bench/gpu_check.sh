@@ -25,7 +25,7 @@ step() { # step NAME SECONDS COMMAND…
 }
 
 "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "gpu_check: $PYTHON sees no CUDA device"; exit 1; }
-"$PYTHON" -c 'import headrace' 2>/dev/null || "$PYTHON" -m pip install -q --no-build-isolation -e '.[dev]'
+"$PYTHON" -c 'import headrace' 2>/dev/null || "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e .
 step build 90 "$PYTHON" setup.py -q build_ext --inplace
 step tests 150 "$PYTHON" -m pytest -m gpu tests/kernels
 step ratios 80 "$PYTHON" -m headrace.bench kernels

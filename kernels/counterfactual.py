@@ -105,9 +105,13 @@ def _score_twice(head: Head, hidden: Tensor, hidden_cf: Tensor, targets: Tensor,
     js, tv = [states[0][:, 0]], [states[0][:, 0]]
     for block in blocks(len(hidden), max(head.chunk // 2, 1)):
         logits, logits_cf = head.logits(torch.cat([hidden[block], hidden_cf[block]])).chunk(2)
-        states.append(head.rows.pair_statistics(logits, logits_cf, targets[block], inv_temperature[block]))
-        if second:
-            found = head.rows.pair_divergences(logits, logits_cf, inv_temperature[block], states[-1])
+        if second and hasattr(head.rows, "pair_scores"):
+            state, found = head.rows.pair_scores(logits, logits_cf, targets[block], inv_temperature[block])
+        else:
+            state = head.rows.pair_statistics(logits, logits_cf, targets[block], inv_temperature[block])
+            found = head.rows.pair_divergences(logits, logits_cf, inv_temperature[block], state) if second else None
+        states.append(state)
+        if found is not None:
             js.append(found[0])
             tv.append(found[1])
     return [*_read(torch.cat(states)), torch.cat(js), torch.cat(tv)]

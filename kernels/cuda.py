@@ -1,8 +1,8 @@
 """The row operations on Hopper GPUs: those of Triton, with CUDA C++ where a row on chip or one launch saves a pass.
 
 Thread-block clusters hold a whole row of logits in the shared memory of several multiprocessors, which Triton cannot express:
-`loss_gradient` reads and writes every row once instead of reading it twice, and the top-token operations decide in the launch
-that reads. Other GPUs, and rows that do not fit, are served by Triton.
+`loss_gradient` and `pair_scores` read every row once instead of twice, and the top-token operations decide in the launch that
+reads. Other GPUs, and rows that do not fit, are served by Triton.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.kernels import _cuda, triton
 from headrace.kernels.policy_spec import PolicySpec, TokenStreams
-from headrace.kernels.rows import STATE_WIDTH
+from headrace.kernels.rows import PAIR_STATE_WIDTH, STATE_WIDTH
 from headrace.kernels.top_token_records import TopTokenMask, TopTokenSample
 from headrace.kernels.triton import gradient, pair_divergences, pair_statistics, statistics, token_loss
 from headrace.kernels.triton.head_rows import overlay
@@ -22,6 +22,7 @@ __all__ = [
     "gradient",
     "loss_gradient",
     "pair_divergences",
+    "pair_scores",
     "pair_statistics",
     "statistics",
     "token_loss",
@@ -81,6 +82,32 @@ def loss_gradient(
             stream=stream_of(logits),
         )
     return state, out
+
+
+def pair_scores(logits: Tensor, logits_cf: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Complete pair statistics [N, 10] and (js [N], tv [N]) of rows that hold the whole vocabulary, from one read."""
+    if not (starts_aligned(logits) and starts_aligned(logits_cf) and _cuda.pair_cluster(logits.shape[1]) > 0):
+        state = pair_statistics(logits, logits_cf, targets, inv_temperature)
+        return state, pair_divergences(logits, logits_cf, inv_temperature, state)
+    rows, columns = logits.shape
+    state = torch.empty(rows, PAIR_STATE_WIDTH, dtype=torch.float32, device=logits.device)
+    js, tv = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    with on_device_of(logits):
+        _cuda.pair_scores(
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            logits_cf=logits_cf.data_ptr(),
+            stride_cf=logits_cf.stride(0),
+            rows=rows,
+            columns=columns,
+            targets=targets.data_ptr(),
+            inv_temperature=inv_temperature.data_ptr(),
+            state=state.data_ptr(),
+            js=js.data_ptr(),
+            tv=tv.data_ptr(),
+            stream=stream_of(logits),
+        )
+    return state, (js, tv)
 
 
 def top_token(
@@ -161,9 +188,14 @@ def decide(
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether the cluster kernel can hold these rows: fp32, starting at multiples of 16 bytes, not too long."""
+    """Whether `loss_gradient` can hold these rows on chip."""
+    return starts_aligned(logits) and _cuda.loss_gradient_cluster(logits.shape[1]) > 0
+
+
+def starts_aligned(logits: Tensor) -> bool:
+    """Whether the cluster kernels can copy these rows: fp32 on a device they run on, every row at a multiple of 16 bytes."""
     aligned = logits.shape[1] % 4 == 0 and logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0
-    return aligned and logits.dtype == torch.float32 and runs_on(logits.device) and _cuda.loss_gradient_cluster(logits.shape[1]) > 0
+    return aligned and logits.dtype == torch.float32 and runs_on(logits.device)
 
 
 @lru_cache(maxsize=16)

@@ -40,6 +40,9 @@ compaction, GEMMs, autograd, collectives) is shared code and calls them with che
     pair_divergences(logits, logits_cf, inv_temperature, state) -> (js [N], tv [N])
         Second read, given complete pair statistics. JS through the mixture in log space, never log of a sum of probabilities.
 
+    pair_scores(logits, logits_cf, targets, inv_temperature) -> (state [N, 10], (js [N], tv [N]))
+        Optional: both of the above from one read. The columns are the whole vocabulary.
+
     top_token(logits, eligible, threshold, banned=None, spared=None) -> TopTokenMask
         `logits [B, V]` in any float dtype, any row stride, unit column stride; not written. `threshold [B]` fp32,
         `banned` sorted distinct int64 ids or None: treated as −inf. `spared [V]` bool or None: top ids that are never

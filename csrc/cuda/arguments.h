@@ -5,6 +5,8 @@
 
 namespace headrace {
 
+constexpr int MAX_CLUSTER = 8;
+
 struct LossGradientArgs {
     const float* logits;  // [N, columns], rows `stride` elements apart; row starts are multiples of 16 bytes
     void* out;            // [N, columns], rows `out_stride` elements apart
@@ -17,6 +19,16 @@ struct LossGradientArgs {
     int32_t cluster;  // blocks of one row
     TokenInputs inputs;
     LossSpec spec;
+};
+
+struct PairClusterArgs {
+    const float *logits, *logits_cf;  // [N, columns], rows `stride` and `stride_cf` elements apart, starting at multiples of 16 bytes
+    const int64_t* targets;           // [N]
+    const float* inv_temperature;     // [N]
+    float* state;                     // [N, 10], written
+    float *js, *tv;                   // [N], written
+    int64_t stride, stride_cf;
+    int32_t columns, share, cluster;  // as above
 };
 
 struct TopTokenArgs {

@@ -60,6 +60,22 @@ void loss_gradient(Address logits, int64_t stride, Address out, int64_t out_stri
     launch_loss_gradient(args, rows, element(out_element), at<void>(stream));
 }
 
+void pair_scores(Address logits, int64_t stride, Address logits_cf, int64_t stride_cf, int64_t rows, int64_t columns, Address targets,
+                 Address inv_temperature, Address state, Address js, Address tv, Address stream) {
+    PairClusterArgs args{};
+    args.logits = at<const float>(logits);
+    args.stride = stride;
+    args.logits_cf = at<const float>(logits_cf);
+    args.stride_cf = stride_cf;
+    args.columns = int32_t(columns);
+    args.targets = at<const int64_t>(targets);
+    args.inv_temperature = at<const float>(inv_temperature);
+    args.state = at<float>(state);
+    args.js = at<float>(js);
+    args.tv = at<float>(tv);
+    launch_pair(args, rows, at<void>(stream));
+}
+
 void top_token(Address logits, int64_t stride, const std::string& in_element, int64_t rows, int64_t columns, Address eligible,
                Address threshold, Address banned, Address spared, Address fired, Address top_id, Address top_prob, Address raw,
                Address masked, Address seeds, Address positions, Address temperature, Address token, Address stream) {
@@ -97,6 +113,10 @@ PYBIND11_MODULE(_cuda, module) {
     module.def("loss_gradient", &loss_gradient, py::kw_only(), py::arg("logits"), py::arg("stride"), py::arg("out"), py::arg("out_stride"),
                py::arg("out_element"), py::arg("rows"), py::arg("columns"), py::arg("targets"), py::arg("inv_temperature"),
                py::arg("state"), py::arg("inputs"), py::arg("spec"), py::arg("stream"));
+    module.def("pair_cluster", &pair_cluster, py::arg("columns"));
+    module.def("pair_scores", &pair_scores, py::kw_only(), py::arg("logits"), py::arg("stride"), py::arg("logits_cf"), py::arg("stride_cf"),
+               py::arg("rows"), py::arg("columns"), py::arg("targets"), py::arg("inv_temperature"), py::arg("state"), py::arg("js"),
+               py::arg("tv"), py::arg("stream"));
     module.def("top_token", &top_token, py::kw_only(), py::arg("logits"), py::arg("stride"), py::arg("in_element"), py::arg("rows"),
                py::arg("columns"), py::arg("eligible"), py::arg("threshold"), py::arg("banned"), py::arg("spared"), py::arg("fired"),
                py::arg("top_id"), py::arg("top_prob"), py::arg("raw"), py::arg("masked"), py::arg("seeds"), py::arg("positions"),

@@ -13,8 +13,6 @@
 
 namespace headrace {
 
-constexpr int MAX_CLUSTER = 8;
-
 struct SharePart {
     Softmax softmax;
     float score;  // z of the target, -inf elsewhere

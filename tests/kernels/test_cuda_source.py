@@ -16,7 +16,7 @@ import torch
 from headrace import kernels as package
 from headrace.kernels import PolicySpec, reference
 from headrace.kernels.policy_spec import KL_KINDS, TokenStreams
-from headrace.kernels.rows import entropies_of, logprobs_of
+from headrace.kernels.rows import entropies_of, kls_of, logprobs_of
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -130,6 +130,32 @@ def test_loss_gradient_keeps_nan_to_its_row(cuda):
     assert logprobs_of(state)[1].isnan()
 
 
+@pytest.mark.parametrize("columns", [4, 60, 1000, 3004])
+def test_pair_scores(cuda, columns):
+    logits, targets, heat = torch.randn(6, columns) * 3, torch.randint(0, columns, (6,)), torch.rand(6) + 0.5
+    other = logits + torch.randn_like(logits)
+    logits[0, 0] = other[0, 0] = -INF  # banned in both
+    targets[0] = 1
+    other[1] = logits[1]
+    logits[2] += 500
+    heat[2] = 1
+    targets[3] = columns
+    logits[4, 1] = torch.nan
+    state, divergences = cuda.pair_scores(logits, other, targets, heat)
+    exact = reference.pair_statistics(logits.double(), other.double(), targets, heat.double())
+    wanted = reference.pair_divergences(logits.double(), other.double(), heat.double(), exact)
+    pairs = zip((*kls_of(state), *divergences), (*kls_of(exact), *wanted), strict=True)
+    for part in (state, exact):
+        assert logprobs_of(part)[4].isnan()
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=3e-5, equal_nan=True)
+    for start in (0, 4):
+        mine, theirs = state[:, start : start + 4], exact[:, start : start + 4].float()
+        torch.testing.assert_close(logprobs_of(mine), logprobs_of(theirs), rtol=1e-5, atol=2e-4, equal_nan=True)
+        torch.testing.assert_close(entropies_of(mine), entropies_of(theirs), rtol=1e-5, atol=2e-4, equal_nan=True)
+    assert divergences[0][1] == divergences[1][1] == kls_of(state)[0][1] == 0
+
+
 def test_rows_that_do_not_fit_are_left_to_triton(cuda):
     assert not cuda.fits(torch.empty(1, 1002))
     assert not cuda.fits(torch.empty(1, 1 << 20))
@@ -214,6 +240,6 @@ def test_resources(source, tmp_path, record_property):
         record_property(name, {"registers": int(registers), "stack": int(stack), "spills": int(stores) + int(loads)})
         print(name, registers, "registers")
         assert (stack, stores, loads) == ("0", "0", "0"), name
-        assert int(registers) <= (40 if "loss_gradient" in name else 64), name
+        assert int(registers) <= (64 if "top_token" in name else 40), name
         assert shared is None or int(shared.group(1)) <= SHARED_LIMIT, name
     assert "warning" not in done.stderr, done.stderr

@@ -125,6 +125,10 @@ def test_pairs(rows, vocabulary):
     for actual, expected in zip(kls_of(state), kls_of(exact), strict=True):
         near(actual, expected, 1e-5)
     divergences = rows.pair_divergences(logits, other, heat, state)
+    if hasattr(rows, "pair_scores"):
+        fused, together = rows.pair_scores(logits, other, targets, heat)
+        for actual, expected in zip((*kls_of(fused), *together), (*kls_of(state), *divergences), strict=True):
+            near(actual, expected, 1e-5)
     for actual, expected in zip(
         divergences, reference.pair_divergences(logits.double(), other.double(), heat.double(), exact), strict=True
     ):

@@ -4,6 +4,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/loss_gradient.cuh"
+#include "cuda/pair.cuh"
 #include "cuda/top_token.cuh"
 
 namespace headrace {
@@ -28,6 +29,14 @@ void run(const TopTokenArgs& args, int64_t rows) {
 }  // namespace
 
 int32_t loss_gradient_cluster(int64_t columns) { return columns < 64 ? 1 : columns < 2048 ? 2 : columns < 100000 ? 4 : 0; }
+
+int32_t pair_cluster(int64_t columns) { return loss_gradient_cluster(columns); }
+
+void launch_pair(PairClusterArgs args, int64_t rows, void*) {
+    args.cluster = pair_cluster(args.columns);
+    args.share = share_of(args.columns, args.cluster);
+    run_clusters(pair_kernel<THREADS>, args, rows * args.cluster, args.cluster, THREADS, sizeof(PairBoard) + 2 * sizeof(float) * args.share);
+}
 
 void launch_loss_gradient(LossGradientArgs args, int64_t rows, Element out, void*) {
     args.cluster = loss_gradient_cluster(args.columns);
