@@ -25,8 +25,17 @@ def choose(device: torch.device, dtype: torch.dtype, implementation: str | None 
     if dtype == torch.float64:
         return load("reference")
     if name is not None:
+        if not serves(name, device):
+            raise ValueError(f"kernels: implementation {name!r} cannot serve tensors on {device}; leave the choice to the device")
         return load(name)
     return load(next((each for each in PREFERRED.get(device.type, ()) if available(each)), "reference"))
+
+
+def serves(name: str, device: torch.device) -> bool:
+    """Whether an implementation can read memory of this device at all; Triton's interpreter reads that of the CPU."""
+    if device.type == "cpu":
+        return name in ("reference", "native") or (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    return name != "native"
 
 
 def load(name: str) -> ModuleType:

@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) loss_gradient_kernel(const 
 
     const Normaliser normaliser = board.normaliser;
     const float grad_logprob = board.coefficients.logprob, grad_entropy = board.coefficients.entropy;
+    const int hit = target >= 0 && target < args.columns ? int(target) - begin : -1;
     const bool silent = grad_logprob == 0.0f && grad_entropy == 0.0f;
     Out* out = static_cast<Out*>(args.out) + row * args.out_stride + begin;
     for (int s = 0; s < STAGES; ++s) {
@@ -124,8 +125,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) loss_gradient_kernel(const 
             if (!silent) {
                 const Four z = load4(share + 4 * vector);
                 for (int i = 0; i < 4; ++i) {
-                    const float hit = begin + 4 * vector + i == target ? grad_logprob : 0.0f;
-                    result.value[i] = (hit - pull_of(normaliser, z.value[i] * inv_temperature, grad_logprob, grad_entropy)) * inv_temperature;
+                    const float push = 4 * vector + i == hit ? grad_logprob : 0.0f;
+                    result.value[i] = (push - pull_of(normaliser, z.value[i] * inv_temperature, grad_logprob, grad_entropy)) * inv_temperature;
                 }
             }
             store4(out + 4 * vector, result);

@@ -99,6 +99,8 @@ def write_gradient(
     log_total = tl.log(total)
     entropy = tl.maximum(log_total - weighted / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
     local = target - offset
+    # 32 bits for the comparison in the loop; a label of other columns must not wrap into these.
+    local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     for start in range(0, columns, BLOCK):
         column = start + lanes

@@ -70,3 +70,10 @@ def test_a_gpu_is_served_by_what_was_built_for_it(monkeypatch):
     monkeypatch.delenv("HEADRACE_KERNELS", raising=False)
     served = name(torch.device("cuda"), torch.bfloat16)
     assert served == next((each for each in ("cuda", "triton") if available(each)), "reference")
+
+
+@pytest.mark.parametrize(("implementation", "device"), [("native", "cuda"), ("triton", "cpu"), ("cuda", "cpu")])
+def test_memory_that_an_implementation_cannot_read_is_refused(implementation, device, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=f"{implementation}.*{device}"):
+        choose(torch.device(device), torch.float32, implementation)
