@@ -26,8 +26,8 @@ step() { # step NAME SECONDS COMMAND…
 
 "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "gpu_check: $PYTHON sees no CUDA device"; exit 1; }
 "$PYTHON" -c 'import headrace' 2>/dev/null || "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e .
-step build 90 "$PYTHON" setup.py -q build_ext --inplace
-step tests 150 "$PYTHON" -m pytest -m gpu tests/kernels
+step build 75 "$PYTHON" setup.py -q build_ext --inplace
+step tests 140 "$PYTHON" -m pytest -m gpu tests/kernels
 step ratios 80 "$PYTHON" -m headrace.bench kernels
 step report 40 "$PYTHON" -m headrace.bench.gpu_report
 
