@@ -1,21 +1,22 @@
 """Sampling: the local engine against transformers' ``generate`` on the same rows, in one process.
 
-    python -m headrace.bench.rollout [--model DIRECTORY] [--prompts 16] [--rollouts 8] [--prompt-tokens 60] [--tokens 50]
+    python -m headrace.bench rollout [--model DIRECTORY] [--prompts 16] [--rollouts 8] [--prompt-tokens 60] [--tokens 50]
 
 Prints processor seconds and their ratio. Both sides draw as many tokens for as many rows; the engine also returns log-probs and mask
 flags, ``generate`` only tokens. Without a directory the model is the demo's, with random weights.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
 from headrace.config import DirectoryModel, ModelConfig, ScratchTextModel
 from headrace.encoding import Encoder
@@ -77,36 +78,32 @@ def generate(policy: Policy, encoder: Encoder, prompts: list[Prompt], rollouts: 
         policy.model.set_attn_implementation("headrace")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    policy, encoder = load(options.model)
+def rollout(
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default the demo's shape with random weights")] = None,
+    prompts: int = 16,
+    rollouts: int = 8,
+    prompt_tokens: int = 60,
+    tokens: int = 50,
+    repeats: int = 3,
+) -> None:
+    """Sampling by the local engine against transformers' generate on the same rows."""
+    policy, encoder = load(model)
     encoder = replace(encoder, eos_ids=())  # every response runs to its limit
-    prompts = make_prompts(encoder, options.prompts, options.prompt_tokens)
-    engine = LocalEngine(policy, encoder, batch_rows=options.prompts * options.rollouts)
+    questions = make_prompts(encoder, prompts, prompt_tokens)
+    engine = LocalEngine(policy, encoder, batch_rows=prompts * rollouts)
 
     async def draw(mask: TopTokenRule | None) -> None:
-        parameters = SamplingParameters(max_tokens=options.tokens)
-        requests = [SampleRequest(p, i, 1000 * n + i, parameters, mask) for n, p in enumerate(prompts) for i in range(options.rollouts)]
+        parameters = SamplingParameters(max_tokens=tokens)
+        requests = [SampleRequest(p, i, 1000 * n + i, parameters, mask) for n, p in enumerate(questions) for i in range(rollouts)]
         completions = await engine.sample(requests)
-        assert all(len(completion.token_ids) == options.tokens for completion in completions)
+        assert all(len(completion.token_ids) == tokens for completion in completions)
 
     def drawn(mask: TopTokenRule | None) -> None:
         asyncio.run(draw(mask))
 
-    free, masked = seconds(lambda: drawn(None), options.repeats), seconds(lambda: drawn(TopTokenRule(threshold=0.6)), options.repeats)
-    baseline = seconds(lambda: generate(policy, encoder, prompts, options.rollouts, options.tokens), options.repeats)
-    rows = options.prompts * options.rollouts
-    print(f"{rows} rows x {options.tokens} tokens, {torch.get_num_threads()} threads: generate {baseline:.3f} s")
+    free, masked = seconds(lambda: drawn(None), repeats), seconds(lambda: drawn(TopTokenRule(threshold=0.6)), repeats)
+    baseline = seconds(lambda: generate(policy, encoder, questions, rollouts, tokens), repeats)
+    rows = prompts * rollouts
+    print(f"{rows} rows x {tokens} tokens, {torch.get_num_threads()} threads: generate {baseline:.3f} s")
     print(f"local engine, free   {free:.3f} s = {free / baseline:.2f} x generate")
     print(f"local engine, masked {masked:.3f} s = {masked / baseline:.2f} x generate")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ The gradients of head and loss are formed in the forward, so their time is in ``
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PREFIX = "headrace/"
 """Before every name, so that a trace's own ``forward`` or ``step`` is told apart."""
@@ -26,7 +27,7 @@ PREFIX = "headrace/"
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """Mark what runs inside; also a decorator, of plain functions. May span an ``await``. Two microseconds when nothing listens."""
-    torch = sys.modules.get("torch")  # a process that never needed torch has no profiler to tell
+    torch: Any = sys.modules.get("torch")  # a process that never needed torch has no profiler to tell
     recording = torch is not None and torch.autograd._profiler_enabled()
     on_gpu = torch is not None and torch.cuda.is_initialized()
     if not (recording or on_gpu):
