@@ -1,5 +1,6 @@
 """The command line: one thin file per command in ``commands/``."""
 
+import os
 import sys
 
 import typer
@@ -16,6 +17,8 @@ app.command()(export)
 
 def main() -> None:
     """Run a command; what the user can mend is one line on standard error and exit status 1."""
+    # Read when torch loads, later. Threads that spin while they wait cost a shared machine several times the run's own work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except (ValueError, OSError) as error:
