@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ class Stub:
 
 
 @pytest.fixture(params=SHARED_LIMIT, ids=lambda architecture: f"sm_{architecture}")
-def compiled(request, tmp_path, monkeypatch) -> tuple[int, list]:
+def compiled(request, tmp_path, monkeypatch) -> Iterator[tuple[int, list]]:
     """The architecture, and a list that grows by each kernel launched."""
     kernels: list = []
     run = JITFunction.run
@@ -61,8 +62,10 @@ def compiled(request, tmp_path, monkeypatch) -> tuple[int, list]:
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Stub(request.param))
-    return request.param, kernels
+    before = dict(vars(driver))
+    driver.set_active(Stub(request.param))
+    yield request.param, kernels
+    vars(driver).update(before)
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
