@@ -45,7 +45,7 @@ def native_extensions() -> list:
             include_dirs=["csrc"],
             depends=sorted(glob("csrc/**/*.h", recursive=True)),
             cxx_std=17,
-            extra_compile_args=["-O3", "-ffp-contract=fast", "-Wno-psabi", OPENMP],
+            extra_compile_args=["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", OPENMP],
             extra_link_args=[OPENMP],
         )
     ]

@@ -26,15 +26,22 @@ static inline void add_mass(Vec logits, float scale, float top, Vec& total, Vec&
     weighted += weigh(mass, shifted);
 }
 
-static Sums block_sums(const float* logits, int64_t count, float scale, float top) {
-    Vec total[2] = {}, weighted[2] = {};
+// Sums of a block against a given maximum, and the block's own maximum on the way.
+static Sums block_sums(const float* logits, int64_t count, float scale, float top, float& largest) {
+    Vec total[2] = {}, weighted[2] = {}, best[2] = {broadcast(-INFINITE), broadcast(-INFINITE)};
     int64_t i = 0;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        add_mass(load(logits + i), scale, top, total[0], weighted[0]);
-        add_mass(load(logits + i + LANES), scale, top, total[1], weighted[1]);
+    for (; i + 2 * LANES <= count; i += 2 * LANES)
+        for (int half = 0; half < 2; ++half) {
+            Vec part = load(logits + i + half * LANES);
+            best[half] = larger(part, best[half]);
+            add_mass(part, scale, top, total[half], weighted[half]);
+        }
+    for (; i < count; i += LANES) {
+        Vec part = load_some(logits + i, count - i, -INFINITE);
+        best[0] = larger(part, best[0]);
+        add_mass(part, scale, top, total[0], weighted[0]);
     }
-    for (; i < count; i += LANES)
-        add_mass(load_some(logits + i, count - i, -INFINITE), scale, top, total[0], weighted[0]);
+    largest = largest_lane(larger(best[0], best[1])) * scale;
     return {sum_of_lanes(total[0] + total[1]), sum_of_lanes(weighted[0] + weighted[1])};
 }
 
@@ -47,23 +54,34 @@ static inline void rebase(Sums& sums, float before, float after) {
     sums.total *= decay;
 }
 
+// How far a logit may exceed the value its row is summed against before the sum is taken again: e^8 costs no digits.
+constexpr float HEADROOM = 8.0f;
+
 static void statistics(const StatisticsArgs& args, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const float* logits = args.logits + row * args.columns;
         float scale = args.inv_temperature[row];
         float* state = args.state + row * 4;
-        float top = state[0];
+        float top = state[0], base = top;
         Sums sums{state[1], state[2]};
         for (int64_t start = 0; start < args.columns; start += BLOCK) {
             int64_t count = args.columns - start < BLOCK ? args.columns - start : BLOCK;
-            float raised = block_maximum(logits + start, count) * scale;
-            raised = raised > top ? raised : top;
-            rebase(sums, top, raised);
-            top = raised;
-            Sums block = block_sums(logits + start, count, scale, top == -INFINITE ? 0.0f : top);
+            float largest;
+            Sums block;
+            if (base == -INFINITE)
+                largest = block_maximum(logits + start, count) * scale;
+            else
+                block = block_sums(logits + start, count, scale, base, largest);
+            if (base == -INFINITE || largest > base + HEADROOM) {
+                rebase(sums, base, largest);
+                base = largest;
+                block = block_sums(logits + start, count, scale, base == -INFINITE ? 0.0f : base, largest);
+            }
+            top = largest > top ? largest : top;
             sums.total += block.total;
             sums.weighted += block.weighted;
         }
+        rebase(sums, base, top);
         int64_t target = args.targets[row] - args.offset;
         if (target >= 0 && target < args.columns) state[3] = logits[target] * scale;
         state[0] = top;

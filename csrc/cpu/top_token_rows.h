@@ -2,12 +2,21 @@
 
 constexpr int64_t TOKENS = 1024;  // read at a time; a multiple of GRANULE
 
-// The top of a row and the rest, which is summed against its own maximum.
+// The top of a row and the rest, which is summed against a value of its own, at most HEADROOM below its maximum.
 struct Rest {
-    float top = -INFINITE, second = -INFINITE;
+    float top = -INFINITE, second = -INFINITE, base = -INFINITE;
     int64_t top_id = 0;
-    double mass = 0;      // Σ e^(z − second) without the top token
-    double hot_mass = 0;  // the same at the temperature of the draw
+    double mass = 0;      // Σ e^(z − base) without the top token
+    double hot_mass = 0;  // Σ e^((z − base) / T)
+
+    inline void rebase(float raised, double scale) {
+        if (base > -INFINITE) {
+            double shift = double(base) - double(raised);
+            mass *= __builtin_exp(shift);
+            hot_mass *= __builtin_exp(shift * scale);
+        }
+        base = raised;
+    }
 };
 
 // The two best runners of the Gumbel race: if the mask takes the winner out, the other is the masked draw.
@@ -44,14 +53,23 @@ struct Row {
     }
 };
 
-static double block_mass(const float* logits, int64_t count, float base, float scale) {
-    Vec total[2] = {};
+// Σ e^((z − base) · scale) of a block, and its largest logit on the way.
+static double block_mass(const float* logits, int64_t count, float base, float scale, float& largest) {
+    Vec total[2] = {}, best[2] = {broadcast(-INFINITE), broadcast(-INFINITE)};
     int64_t i = 0;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        total[0] += exponential((load(logits + i) - base) * scale);
-        total[1] += exponential((load(logits + i + LANES) - base) * scale);
+    if (scale == 1.0f)
+        for (; i + 2 * LANES <= count; i += 2 * LANES)
+            for (int half = 0; half < 2; ++half) {
+                Vec part = load(logits + i + half * LANES);
+                best[half] = larger(part, best[half]);
+                total[half] += exponential(part - base);
+            }
+    for (; i < count; i += LANES) {
+        Vec part = i + LANES <= count ? load(logits + i) : load_some(logits + i, count - i, -INFINITE);
+        best[0] = larger(part, best[0]);
+        total[0] += exponential((part - base) * scale);
     }
-    for (; i < count; i += LANES) total[0] += exponential((load_some(logits + i, count - i, -INFINITE) - base) * scale);
+    largest = largest_lane(larger(best[0], best[1]));
     return sum_of_lanes(total[0] + total[1]);
 }
 
@@ -61,40 +79,45 @@ static int64_t first_equal(const float* logits, int64_t count, float value) {
     return 0;
 }
 
-static void raise_second(Rest& rest, float second, float scale) {
-    if (second > rest.second && rest.second > -INFINITE) {
-        double shift = double(rest.second) - double(second);
-        rest.mass *= __builtin_exp(shift);
-        rest.hot_mass *= __builtin_exp(shift * scale);
+// A block with a new top: the top leaves it for the rest to be summed without, the old one joins the rest.
+static const float* replace_top(Rest& rest, Row& row, const float* logits, int64_t start, int64_t count, float largest, double scale) {
+    if (logits != row.scratch) __builtin_memcpy(row.scratch, logits, count * sizeof(float));
+    int64_t at = first_equal(row.scratch, count, largest);
+    row.scratch[at] = -INFINITE;
+    float old = rest.top, left = block_maximum(row.scratch, count);
+    rest.top = largest;
+    rest.top_id = start + at;
+    rest.second = left > old ? left : old;
+    if (rest.second > rest.base + HEADROOM || rest.base == -INFINITE) rest.rebase(rest.second, scale);
+    if (old > -INFINITE) {
+        rest.mass += __builtin_exp(double(old) - rest.base);
+        rest.hot_mass += __builtin_exp((double(old) - rest.base) * scale);
     }
-    rest.second = second > rest.second ? second : rest.second;
+    return row.scratch;
 }
 
 static void fold(Rest& rest, Row& row, const float* logits, int64_t start, int64_t count, float scale) {
-    float largest = block_maximum(logits, count);
-    if (largest > rest.top) {
-        // A new top: it leaves the block, the old one joins the rest.
-        if (logits != row.scratch) __builtin_memcpy(row.scratch, logits, count * sizeof(float));
-        logits = row.scratch;
-        int64_t at = first_equal(logits, count, largest);
-        row.scratch[at] = -INFINITE;
-        float old = rest.top;
+    float largest;
+    double mass = 0;
+    if (rest.base > -INFINITE)
+        mass = block_mass(logits, count, rest.base, 1.0f, largest);
+    else
         largest = block_maximum(logits, count);
-        raise_second(rest, largest > old ? largest : old, scale);
-        if (old > -INFINITE) {
-            double gap = double(old) - double(rest.second);
-            rest.mass += __builtin_exp(gap);
-            rest.hot_mass += __builtin_exp(gap * scale);
+    bool again = rest.base == -INFINITE;
+    if (largest > rest.top) {
+        logits = replace_top(rest, row, logits, start, count, largest, scale);
+        again = true;
+    } else if (largest > rest.second) {
+        rest.second = largest;
+        if (again || largest > rest.base + HEADROOM) {
+            rest.rebase(largest, scale);
+            again = true;
         }
-        rest.top_id = start + at;
-        rest.top = row.logits[rest.top_id];
-    } else {
-        raise_second(rest, largest, scale);
     }
-    float base = rest.second == -INFINITE ? 0.0f : rest.second;
-    double mass = block_mass(logits, count, base, 1.0f);
+    float base = rest.base == -INFINITE ? 0.0f : rest.base;
+    if (again) mass = block_mass(logits, count, base, 1.0f, largest);
     rest.mass += mass;
-    rest.hot_mass += scale == 1.0f ? mass : block_mass(logits, count, base, scale);
+    rest.hot_mass += scale == 1.0f ? mass : block_mass(logits, count, base, scale, largest);
 }
 
 // Enter the tokens of a block that could still come in at least second. The noise −log(−log(1 − u)) is below −log u, so a token
@@ -149,10 +172,10 @@ static void write_draw(const TopTokenArgs& args, int64_t index, const Row& row, 
     if (greedy) token = fired ? runner_up(row, rest) : rest.top_id;
     double scale = greedy ? 1.0 : 1.0 / temperature;
     double log_rest = __builtin_log(greedy ? rest.mass : rest.hot_mass);
-    double whole = __builtin_log1p(__builtin_exp((double(rest.second) - rest.top) * scale + log_rest));
+    double whole = __builtin_log1p(__builtin_exp((double(rest.base) - rest.top) * scale + log_rest));
     double logit = row.logits[token];
     double raw = (logit - rest.top) * scale - whole;
-    double behaviour = fired ? (logit - rest.second) * scale - log_rest : raw;
+    double behaviour = fired ? (logit - rest.base) * scale - log_rest : raw;
     args.token[index] = lost ? -1 : token;
     args.raw_logprob[index] = lost ? __builtin_nanf("") : float(raw);
     args.logprob[index] = lost ? __builtin_nanf("") : greedy ? 0.0f : float(behaviour);
@@ -179,7 +202,7 @@ static void top_token(const TopTokenArgs& args, int64_t begin, int64_t end) {
             fold(rest, row, logits, start, count, scale);
         }
         double log_rest = __builtin_log(rest.mass);
-        double odds = rest.second == -INFINITE && rest.mass == 0 ? -INFINITE : double(rest.second) - rest.top + log_rest;
+        double odds = rest.base == -INFINITE && rest.mass == 0 ? -INFINITE : double(rest.base) - rest.top + log_rest;
         bool empty = rest.top == -INFINITE;
         float top_prob = empty ? 0.0f : float(1.0 / (1.0 + __builtin_exp(odds)));
         double raw = empty ? double(rest.top) : rest.top + __builtin_log1p(__builtin_exp(odds));
@@ -192,7 +215,7 @@ static void top_token(const TopTokenArgs& args, int64_t begin, int64_t end) {
             write_draw(args, index, fresh, rest, runners, fired);
         } else {
             args.raw_lse[index] = float(raw);
-            args.masked_lse[index] = float(fired ? rest.second + log_rest : raw);
+            args.masked_lse[index] = float(fired ? rest.base + log_rest : raw);
         }
     }
 }
