@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.kernels.policy_spec import PolicySpec, TokenStreams
 from headrace.kernels.rows import STATE_WIDTH
 from headrace.kernels.triton.head_rows import overlay
-from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of
+from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of, options
 from headrace.kernels.triton.loss_rows import loss_arguments
 from headrace.kernels.triton.loss_terms import token_terms
 from headrace.kernels.triton.online import row_statistics, target_score, write_gradient, write_zeros
@@ -45,7 +45,7 @@ def loss_gradient(
                 logits.shape[1],
                 **loss_arguments(streams, spec),
                 BLOCK=ROW_BLOCK,
-                num_warps=ROW_WARPS,
+                **options(ROW_WARPS),
             )
     return state, out
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.rows import STATE_WIDTH
-from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of
+from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of, options
 from headrace.kernels.triton.online import LOWEST, join, row_statistics, target_score, write_gradient, write_zeros
 
 
@@ -28,7 +28,7 @@ def statistics(logits: Tensor, targets: Tensor, inv_temperature: Tensor, state: 
                 logits.shape[1],
                 FRESH=fresh,
                 BLOCK=ROW_BLOCK,
-                num_warps=ROW_WARPS,
+                **options(ROW_WARPS),
             )
     return state
 
@@ -86,7 +86,7 @@ def gradient(
                 offset,
                 logits.shape[1],
                 BLOCK=ROW_BLOCK,
-                num_warps=ROW_WARPS,
+                **options(ROW_WARPS),
             )
     return out
 

@@ -19,6 +19,11 @@ TOKEN_BLOCK = 512
 """Tokens of one program of a kernel over tokens."""
 
 
+def options(warps: int) -> dict[str, object]:
+    """Launch options. Fused multiply-adds are asked for by name: versions of Triton differ in the default, and so would the bits."""
+    return {"num_warps": warps, "enable_fp_fusion": True}
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """Triton launches on the current device; make it the one where the tensor lives."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

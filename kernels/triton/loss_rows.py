@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace.kernels.policy_spec import Metric, PolicySpec, TokenStreams, empty_metrics
 from headrace.kernels.rows import TokenLoss
-from headrace.kernels.triton.launch import TOKEN_BLOCK, on_device_of
+from headrace.kernels.triton.launch import TOKEN_BLOCK, on_device_of, options
 from headrace.kernels.triton.loss_terms import exp_beyond_linear, token_terms
 
 TOKENS = tl.constexpr(int(Metric.TOKENS))
@@ -80,12 +80,12 @@ def token_loss(
             tokens,
             **loss_arguments(streams, spec),
             BLOCK=TOKEN_BLOCK,
-            num_warps=4,
+            **options(4),
         )
         if programs == 1:
             return TokenLoss(losses, grad_logprobs, grad_entropies, partials[0])
         metrics = torch.empty(METRICS, dtype=torch.float32, device=logprobs.device)
-        metrics_kernel[(1,)](partials, metrics, programs, BLOCK=64, num_warps=4)
+        metrics_kernel[(1,)](partials, metrics, programs, BLOCK=64, **options(4))
     return TokenLoss(losses, grad_logprobs, grad_entropies, metrics)
 
 

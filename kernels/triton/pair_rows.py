@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.rows import PAIR_STATE_WIDTH
-from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of
+from headrace.kernels.triton.launch import ROW_BLOCK, ROW_WARPS, on_device_of, options
 from headrace.kernels.triton.online import LOWEST, rebase, scaled_by, step_to, target_score
 
 PAIR_BLOCK = ROW_BLOCK // 2
@@ -42,7 +42,7 @@ def pair_statistics(
                 logits.shape[1],
                 FRESH=fresh,
                 BLOCK=PAIR_BLOCK,
-                num_warps=ROW_WARPS,
+                **options(ROW_WARPS),
             )
     return state
 
@@ -178,7 +178,7 @@ def pair_divergences(logits: Tensor, logits_cf: Tensor, inv_temperature: Tensor,
                 tv,
                 logits.shape[1],
                 BLOCK=ROW_BLOCK,
-                num_warps=ROW_WARPS,
+                **options(ROW_WARPS),
             )
     return js, tv
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.top_token_records import TopTokenMask, TopTokenSample
-from headrace.kernels.triton.launch import DRAW_BLOCK, ROW_BLOCK, ROW_WARPS, banned_flags, on_device_of
+from headrace.kernels.triton.launch import DRAW_BLOCK, ROW_BLOCK, ROW_WARPS, banned_flags, on_device_of, options
 from headrace.kernels.triton.noise import gumbel_of, random_bits
 from headrace.kernels.triton.online import LOWEST
 from headrace.kernels.triton.race import NO_ID, fold_race, fold_rest, fold_rest_heated, join_parts, join_races
@@ -90,7 +90,7 @@ def run(
             columns,
             SLICE=SLICE,
             BLOCK=ROW_BLOCK if seeds is None else DRAW_BLOCK,
-            num_warps=ROW_WARPS,
+            **options(ROW_WARPS),
         )
         decide_kernel[(rows,)](
             logits,
@@ -109,7 +109,7 @@ def run(
             decision.masked,
             decision.token,
             LANES=max(triton.next_power_of_2(slices), 32),
-            num_warps=1,
+            **options(1),
         )
     return decision
 
