@@ -45,7 +45,7 @@ compaction, GEMMs, autograd, collectives) is shared code and calls them with che
 
     top_token(logits, eligible, threshold, banned=None, spared=None) -> TopTokenMask
         `logits [B, V]` in any float dtype, any row stride, unit column stride; not written. `threshold [B]` fp32,
-        `banned` sorted distinct int64 ids or None: treated as −inf. `spared [V]` bool or None: top ids that are never
+        `banned` sorted distinct int64 ids (contiguous) or None: treated as −inf. `spared [V]` bool or None: top ids that are never
         removed. `top_token.py` has the semantics.
 
     top_token_sample(logits, eligible, threshold, seeds, positions, temperature, banned=None, spared=None)

@@ -107,6 +107,17 @@ def test_gradient_in_place(columns):
     assert (out[3] == 0).all()
 
 
+def test_gradient_of_a_part_of_the_vocabulary():
+    """What a rank that holds only some columns computes."""
+    logits, targets, heat = rows(99)
+    coefficients = torch.randn(5), torch.randn(5)
+    state = native.statistics(logits, targets, heat)
+    parts = [(0, 40), (40, 99)]
+    got = [native.gradient(logits[:, a:b].contiguous(), targets, heat, state, *coefficients, offset=a) for a, b in parts]
+    whole = native.gradient(logits, targets, heat, state, *coefficients)
+    torch.testing.assert_close(torch.cat(got, dim=1), whole, atol=1e-6, rtol=1e-5)
+
+
 def test_gradient_compacts_rows_in_place():
     logits, targets, heat = rows(100, count=6, banned=False)
     by_logprob, by_entropy = torch.randn(6), torch.randn(6)
