@@ -25,10 +25,11 @@ step() { # step NAME SECONDS COMMAND…
 }
 
 "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "gpu_check: $PYTHON sees no CUDA device"; exit 1; }
-"$PYTHON" -c 'import headrace' 2>/dev/null || "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e .
+install() { "$PYTHON" -m pip install -q --no-build-isolation "$@" -e .; }
+"$PYTHON" -c 'import headrace' 2>/dev/null || install || install --no-deps
 step build 75 "$PYTHON" setup.py -q build_ext --inplace
 step tests 140 "$PYTHON" -m pytest -m gpu tests/kernels
-step ratios 80 "$PYTHON" -m headrace.bench kernels
+step ratios 80 "$PYTHON" -m headrace.bench kernels --json "$OUT/ratios.json"
 step report 40 "$PYTHON" -m headrace.bench.gpu_report
 
 echo

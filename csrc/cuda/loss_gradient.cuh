@@ -7,9 +7,7 @@
 // The result may overlay the front of its own row in a narrower dtype: all blocks have read all of the row before any writes.
 #pragma once
 
-#include "common/softmax.h"
-#include "cuda/arguments.h"
-#include "cuda/device.cuh"
+#include "cuda/lanes.cuh"
 
 namespace headrace {
 
@@ -25,14 +23,6 @@ struct alignas(16) LossBoard {
     Normaliser normaliser;
     Coefficients coefficients;
 };
-
-__device__ inline Softmax join_lanes(Softmax part) {
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-        Softmax other{shuffle_down(part.top, lanes), shuffle_down(part.total, lanes), shuffle_down(part.weighted, lanes)};
-        part = join(part, other);
-    }
-    return part;
-}
 
 // Folds this thread's vectors first, first + step, ... below last.
 __device__ inline void fold_share(Softmax& own, const float* share, int first, int last, int step, float inv_temperature) {
@@ -94,11 +84,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) loss_gradient_kernel(const 
         SharePart part{Softmax{}, -INFINITY};
         if (lane < args.cluster) part = *at_peer(&board.part, lane);
         const Softmax all = join_lanes(part.softmax);
-        float score = part.score;
-        for (int lanes = MAX_CLUSTER / 2; lanes > 0; lanes /= 2) {
-            float other = shuffle_down(score, lanes);
-            score = other > score || other != other ? other : score;
-        }
+        const float score = best_lane(part.score);
         if (lane == 0) {
             board.normaliser = normaliser_of(all);
             const float logprob = (score - all.top) - board.normaliser.log_total;

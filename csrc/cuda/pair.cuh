@@ -3,8 +3,7 @@
 #pragma once
 
 #include "common/pair.h"
-#include "cuda/arguments.h"
-#include "cuda/device.cuh"
+#include "cuda/lanes.cuh"
 
 namespace headrace {
 
@@ -21,10 +20,6 @@ struct alignas(16) PairBoard {
     Divergence divergence;
 };
 
-__device__ inline Softmax shuffled(const Softmax& part, int lanes) {
-    return {shuffle_down(part.top, lanes), shuffle_down(part.total, lanes), shuffle_down(part.weighted, lanes)};
-}
-
 __device__ inline Pair join_lanes(Pair part) {
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2)
         part = join(part, {shuffled(part.own, lanes), shuffled(part.other, lanes), shuffle_down(part.cross, lanes),
@@ -38,14 +33,6 @@ __device__ inline Divergence add_lanes(Divergence sum) {
         sum.variation += shuffle_down(sum.variation, lanes);
     }
     return sum;
-}
-
-__device__ inline float best_lane(float score) {
-    for (int lanes = MAX_CLUSTER / 2; lanes > 0; lanes /= 2) {
-        float other = shuffle_down(score, lanes);
-        score = other > score || other != other ? other : score;
-    }
-    return score;
 }
 
 // Folds this thread's vectors first, first + step, ... below last of both shares.
