@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-TESTS = Path(__file__).with_name("interpreted_triton.py")
+HERE = Path(__file__).parent
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("tests", ["interpreted_triton.py", "interpreted_top_token.py"])
+def test_in_the_interpreter(tests) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-W", "ignore", str(TESTS)]
-    done = subprocess.run(command, env=environment, cwd=TESTS.parents[2], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-W", "ignore", str(HERE / tests)]
+    done = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
