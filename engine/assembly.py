@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config import Config, ConfigError
+from headrace import checkpoint
+from headrace.config import Config, ConfigError, load_config
 from headrace.controller import Controller
 from headrace.encoding import Encoder
 from headrace.journal.journal import Journal
@@ -120,3 +121,23 @@ def _rollout_side(parts: Parts, train: QuestionSet, reward: RewardFunction | str
         questions = load(config.questions.held_out, config.run.seed, "held_out")
         held_out = [encoder.encode(questions.question(index)) for index in range(min(len(questions), config.evaluation.questions))]
     return RolloutSide(controller, scorer, engine, held_out, replica)
+
+
+def export_newest(run: Path, out: Path) -> int:
+    """Write the newest checkpoint of a run folder as a model directory; its step.
+
+    Raises:
+        ValueError: the folder holds no run or no checkpoint, or the starting model cannot be had again.
+    """
+    config = load_config(run / "config.yaml")
+    config = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_coef": 0.0})})  # needs no reference
+    device = Parallel().device
+    questions = _configured(config, needs_answers=False)
+    directory = starting_model(config, questions, device, Journal(config, config.run.steps, active=False))
+    encoder = encoder_of(directory, config)
+    policy = Policy.load(directory, config.model, device)
+    restored = checkpoint.restore(run / "checkpoints", Learner(policy, config, encoder.banned_ids))
+    if restored is None:
+        raise ConfigError(f"{run}: has no checkpoint to export")
+    checkpoint.export(policy, encoder, out)
+    return restored.step

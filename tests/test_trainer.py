@@ -204,6 +204,21 @@ def command(*arguments: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True, **kwargs)
 
 
+def test_export_writes_the_newest_checkpoint(bare: Callable[..., Config], tmp_path: Path) -> None:
+    config = bare()
+    headrace.Trainer(config, reward=by_length).train()
+    done = command("export", str(config.run_folder), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "step 2" in done.stdout
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (config.run_folder / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    refused = command("export", str(config.run_folder), str(tmp_path / "mine"))
+    assert refused.returncode == 1
+    assert "no model directory" in refused.stderr
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
 def test_faults_are_one_line_and_status_1(tmp_path: Path, cache: Path) -> None:
     path = runs.write_config(tmp_path, cache, BARE)
     done = command("train", str(path), "sampling.grop_size=3")

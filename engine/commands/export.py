@@ -8,11 +8,12 @@ import typer
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder, e.g. runs/demo")],
-    out: Annotated[Path, typer.Argument(help="Directory to write")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; an older model in it is replaced")],
 ) -> None:
-    """Write safetensors, configuration and tokenizer that transformers and vLLM load."""
-    from headrace.config import load_config
-    from headrace.trainer import Trainer
+    """Write safetensors, configuration and tokenizer that transformers and vLLM load. Start it where the run was started."""
+    from headrace.assembly import export_newest
+    from headrace.config import ConfigError
 
-    step = Trainer(load_config(run / "config.yaml", [f"run.folder={run.parent}", f"run.name={run.name}"])).export(out)
-    print(f"step {step} of {run} is in {out}")
+    if out.exists() and not (out / "config.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is no model directory, expected a new, an empty or a model's directory")
+    print(f"step {export_newest(run, out)} of {run} is in {out}")
