@@ -12,7 +12,7 @@ from headrace.config import Config, ConfigError, WarmStartConfig
 from headrace.encoding import Encoder
 from headrace.journal.journal import Journal
 from headrace.policy.model import Policy
-from headrace.policy.sources import materialise
+from headrace.policy.sources import materialise, once
 from headrace.policy.warm_start import warm_start
 from headrace.questions.sets import QuestionSet, TaskSet
 from headrace.records import Prompt
@@ -53,13 +53,25 @@ def starting_model(config: Config, questions: QuestionSet | None, device: torch.
     policy = Policy.load(base, config.model.model_copy(update={"train_vision": True}), device)
     with journal.phase("warm start") as tick:
         warm_start(policy, encoder, config.warm_start, _traces(task, encoder, config.warm_start, config.run.seed), config.run.seed, tick)
-    return export(policy, encoder, directory)
+    return once(directory, lambda part: export(policy, encoder, part))
 
 
 def _key(config: Config, base: Path) -> str:
     """Name of a warm start by everything that its weights depend on."""
     parts = config.model_dump(mode="json")
-    text = json.dumps([parts["warm_start"], parts["questions"]["train"], parts["sampling"]["think_prefill"], config.run.seed, base.name])
+    questions, model = parts["questions"], parts["model"]
+    own = model["source"]["kind"] == "directory"  # a model made in the cache says in its name what is in it
+    text = json.dumps(
+        [
+            str(base.resolve()) if own else base.name,
+            model["dtype"],
+            parts["warm_start"],
+            questions["train"],
+            questions["system_prompt"],
+            parts["sampling"]["think_prefill"],
+            config.run.seed,
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

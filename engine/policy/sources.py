@@ -40,18 +40,18 @@ def materialise(source: ModelSource, cache: Path, seed: int, vocabulary: Sequenc
         return source.path
     if isinstance(source, GGUFModel):
         name = f"{source.package.replace('==', '-')}-{Path(source.file).stem}"
-        return _once(cache / "models" / name, lambda part: _convert(source, part))
+        return once(cache / "models" / name, lambda part: _convert(source, part))
     if vocabulary is None:
         raise ValueError(f"model.source: {source.kind} needs the vocabulary of a task generator as questions.train")
     key = json.dumps([source.model_dump(mode="json"), seed, list(vocabulary)])
     directory = cache / "models" / f"{source.kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if isinstance(source, ScratchTextModel):
-        return _once(directory, lambda part: scratch.build_text(part, source, vocabulary, seed))
+        return once(directory, lambda part: scratch.build_text(part, source, vocabulary, seed))
     assert isinstance(source, ScratchVisionModel)
-    return _once(directory, lambda part: scratch.build_vision(part, source, vocabulary, seed))
+    return once(directory, lambda part: scratch.build_vision(part, source, vocabulary, seed))
 
 
-def _once(directory: Path, make: Callable[[Path], None]) -> Path:
+def once(directory: Path, make: Callable[[Path], object]) -> Path:
     """Make ``directory`` unless it is there; another process may do the same at the same time, and the first one stays."""
     if directory.exists():
         return directory
