@@ -15,11 +15,12 @@ from headrace.bench.operations import OPERATIONS, Operation
 from headrace.bench.record import Measured, Memory, Missing, Record
 from headrace.bench.timing import Timing, interleaved
 
-BUDGET = 0.8
+BUDGET = 0.5
 """Seconds of timed calls per piece of work, beyond the least number of rounds; ten times as much with ``--full``."""
 MEMORY_TOKENS = (256, 1024, 4096)
+MEMORY_VOCABULARY = 8192
 MEMORY_WIDTH = 64
-"""What the peak is made of is logits; a narrow head shows as much in a fraction of the time."""
+"""What the peak is made of is logits; a narrow head shows as much in a fraction of the time, and by default so does a small vocabulary."""
 FREE_SHARE = 0.7
 """Of the free memory, what a peer may want before it is left out."""
 
@@ -28,7 +29,9 @@ def kernels(
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one")] = "",
     operation: Annotated[list[str] | None, typer.Option(help=f"Only these; repeatable: {', '.join(OPERATIONS)}")] = None,
     sizes: Annotated[str, typer.Option(metavar="TxDxV,…", help="Tokens x width x vocabulary instead of the usual grid")] = "",
-    full: Annotated[bool, typer.Option("--full", help="The whole grid, compiled peers, more rounds; an hour on two cores")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole grid, the reference, compiled peers, more rounds; hours on two cores")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also peers that need torch.compile: half a minute each at first")] = False,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to measure others' code")] = True,
     peaks: Annotated[bool, typer.Option("--memory/--no-memory", help="Whether to measure peak memory")] = True,
@@ -124,7 +127,7 @@ def _measure(plan: Plan, operation: Operation, size: Size, record: Record) -> No
     timed: dict[str, Callable[[], object]] = {}
     errors: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
-    for name in works.ours(plan.device):
+    for name in works.ours(plan.device, reference=plan.full):
         work = works.own_work(operation, name, made)
         errors[name] = accuracy.errors(made, work)
         accuracy.gate(f"{operation.name} {size} by {name}", errors[name], getattr(made, "dtype", torch.float32))
@@ -140,6 +143,7 @@ def _measure(plan: Plan, operation: Operation, size: Size, record: Record) -> No
             continue
         timed[peer.name], notes[peer.name] = work, peer.note
     timed[floor] = operation.floor_work(made)
+    timed[floor]()
     timings = interleaved(timed, BUDGET * (10 if plan.full else 1), plan.device)
     for name in (floor, *(name for name in timed if name != floor)):
         kind = "floor" if name == floor else "ours" if name in ours else "peer"
@@ -183,7 +187,9 @@ def _peaks(plan: Plan, record: Record) -> None:
     """Peak memory of the implementation that serves and of every peer that was timed, over T."""
     timed = {(row.operation, row.name): row.kind for row in record.measured if row.kind == "peer"}
     default = works.ours(plan.device)[0]
-    vocabulary = max((size.vocabulary for size in plan.sizes), default=151_936 if plan.full or plan.device.type == "cuda" else 32_000)
+    vocabulary = max(
+        (size.vocabulary for size in plan.sizes), default=151_936 if plan.full or plan.device.type == "cuda" else MEMORY_VOCABULARY
+    )
     tokens = sorted({size.tokens for size in plan.sizes}) or MEMORY_TOKENS
     tasks = []
     for operation in plan.operations:

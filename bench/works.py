@@ -15,9 +15,10 @@ OURS = {"cpu": ("native", "reference"), "cuda": ("cuda", "triton", "reference")}
 """By device type, the one that serves by default first."""
 
 
-def ours(device: torch.device) -> tuple[str, ...]:
-    """Implementations that run on a device."""
-    return tuple(name for name in OURS[device.type] if available(name))
+def ours(device: torch.device, reference: bool = False) -> tuple[str, ...]:
+    """Implementations that run on a device; the reference only where there is no other, or on request: it is a definition and slow."""
+    names = tuple(name for name in OURS[device.type] if available(name))
+    return names if reference or len(names) == 1 else names[:-1]
 
 
 def peers(operation: Operation, compiled: bool) -> list[Peer]:
