@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import Config
+from headrace.config import Config, RewardConfig
 from headrace.encoding import Encoder
 from headrace.records import Engine, Prompt, Rollout, SampleRequest, SamplingParameters, Scorer
 from headrace.rewards import extract
@@ -42,10 +42,10 @@ def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
     ]
 
 
-def _judge(prompt: Prompt, rollouts: Sequence[Rollout], contract: str) -> dict[str, Any]:
+def _judge(prompt: Prompt, rollouts: Sequence[Rollout], rules: RewardConfig) -> dict[str, Any]:
     """Row of one question; an unscored response counts as wrong."""
     right = [int(rollout.reward is not None and rollout.reward.accuracy >= 1) for rollout in rollouts]
-    winner = majority([extract(rollout.text, contract) for rollout in rollouts[1:]])
+    winner = majority([extract(rollout.text, rules.contract, rules.mode) for rollout in rollouts[1:]])
     return {
         "id": prompt.question.id,
         "hops": prompt.question.extra.get("hops"),
@@ -89,7 +89,7 @@ async def evaluate(prompts: Sequence[Prompt], engine: Engine, scorer: Scorer, en
             for prompt, start in zip(prompts, range(0, len(rollouts), size), strict=True)
         )
     )
-    rows = [_judge(prompt, group, config.reward.contract) for prompt, group in zip(prompts, scored, strict=True)]
+    rows = [_judge(prompt, group, config.reward) for prompt, group in zip(prompts, scored, strict=True)]
     by_hops: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["hops"] is not None:
