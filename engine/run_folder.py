@@ -24,14 +24,17 @@ def claim_folder(config: Config, fresh: bool) -> None:
     """Make the run folder, or check that an earlier run in it was of the same configuration.
 
     Raises:
-        ConfigError: another configuration made it; the message names the first field that differs.
+        ConfigError: another configuration made it; the message names the first field that differs. Or ``fresh`` would delete
+            a folder that no run made.
         JournalError: the folder cannot be written.
     """
     folder = config.run_folder
+    written = folder / "config.yaml"
     if fresh and folder.exists():
+        if not written.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml), so --fresh does not delete it")
         shutil.rmtree(folder)
     make_folder(folder)
-    written = folder / "config.yaml"
     if not written.exists():
         return
     earlier, present = _fields(yaml.safe_load(written.read_text(encoding="utf-8"))), _fields(config.model_dump(mode="json"))
