@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace import checkpoint
 from headrace.assembly import Parts, RewardFunction, assemble
 from headrace.config import Config
@@ -130,8 +132,15 @@ def _record(parts: Parts, step: int, drawn: Drawn | None, metrics: dict[str, flo
     if drawn is None or parts.rollouts is None:
         return
     parts.rollouts.controller.settle(drawn)
-    memory = {"machine/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    parts.journal.log(step, {**metrics, **drawn.counts(step - 1), **memory}, drawn.sampled, parts.encoder.decode)
+    parts.journal.log(step, {**metrics, **drawn.counts(step - 1), **_peak_memory()}, drawn.sampled, parts.encoder.decode)
+
+
+def _peak_memory() -> dict[str, float]:
+    """Most memory that this process has held so far, GiB."""
+    peaks = {"machine/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    if torch.cuda.is_available():
+        peaks["machine/peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return peaks
 
 
 async def _evaluate(parts: Parts, step: int) -> None:

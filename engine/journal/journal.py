@@ -5,7 +5,7 @@
 ====================  =========================================================================================
 ``config.yaml``       the resolved configuration
 ``about.json``        versions and hardware
-``metrics.jsonl``     one row per step; everything except ``time/*`` is equal on every run with the same seed
+``metrics.jsonl``     one row per step; equal on every run with the same seed but for ``time/*`` and ``machine/*``
 ``samples.jsonl``     groups with prompts, responses, rewards and masked positions
 ``mask_tokens.jsonl`` per step: tokens removed, tokens drawn, masked positions, with counts
 ``evaluations.jsonl`` results on held-out questions (:class:`Evaluation`)
@@ -156,15 +156,16 @@ class Journal:
         self._mark = now
 
     def _timings(self, tokens: float) -> dict[str, float]:
+        """Seconds of every phase, step and wall; tokens per second; the share of the step that the learner waits for its batch."""
         self._charge()
         wall = self._mark - self._last_log
         self._last_log = self._mark
         step = wall - self._beside
         timings = {f"time/{name.replace(' ', '_')}": seconds for name, seconds in self._seconds.items()}
+        rates = {"time/tokens_per_s": tokens / step, "time/idle_ratio": self._seconds["sampling"] / step} if step > 0 else {}
         self._seconds.clear()
         self._beside = 0.0
-        rate = {"time/tokens_per_s": tokens / step} if step > 0 else {}
-        return {**timings, **rate, "time/step": step, "time/wall": wall, "time/unix": time.time()}
+        return {**timings, **rates, "time/step": step, "time/wall": wall, "time/unix": time.time()}
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = (), decode: Decode | None = None) -> dict[str, float]:
         """Record one step and return its whole row: the groups' metrics, ``metrics`` and the timings.

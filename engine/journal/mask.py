@@ -52,7 +52,6 @@ def mask_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "mask/per_response": len(positions) / len(masked),
         "mask/cap_hits_n": float(sum(rollout.completion.cap_hit for rollout in masked)),
     }
-    metrics["mask/cap_hits"] = metrics["mask/cap_hits_n"]
     if len(positions):
         metrics["mask/position_median"] = float(np.median(positions))
         metrics |= _shares({"first_100": positions < 100, "beyond_400": positions >= 400})

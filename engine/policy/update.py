@@ -4,6 +4,7 @@ The loss weights in a batch are already global, so micro-batches and ranks simpl
 """
 
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -75,7 +76,6 @@ class Learner:
         steps = [self._step(mini) for mini in split_batch(batch, parts, self.config.loss, self.config.sampling)]
         metrics = _mean(steps)
         metrics["learner/tokens"] = float(len(batch.token_ids))
-        metrics["learner/response_tokens"] = float(batch.response_mask.sum())
         metrics["learner/rows"] = float(len(batch.prompts))
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
         return metrics | {"time/learner_tokens_per_s": len(batch.token_ids) / (time.perf_counter() - started)}
@@ -116,6 +116,7 @@ class Learner:
         return metrics | {
             "grad_norm": norm,
             "lr": rate,
+            "learner/response_tokens": float(batch.response_mask.sum()),
             "learner/micro_batches": float(sum(not micro.filler for micro in plan)),
             "learner/rows_without_gradient": float((~gradient).sum()),
             "learner/masked_tokens": float((batch.response_mask & ~batch.loss_mask).sum()),
@@ -269,14 +270,18 @@ def _named(values: Tensor, response_tokens: int) -> dict[str, float]:
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a batch from those of its optimizer steps: times and counts add, extremes stay, the rest is averaged."""
+    """Metrics of a batch from those of its optimizer steps: times and counts add, extremes stay, means over tokens are pooled by
+    their tokens, and the rest (loss, norm, rate) is averaged."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step):
-        values = [step[name] for step in steps if name in step]
+        having = [step for step in steps if name in step]
+        values = [step[name] for step in having]
         if name.startswith(("time/", "learner/")) or name == "ppo/tokens":
             merged[name] = math.fsum(values)
-        elif name == "ppo/ratio_min":
-            merged[name] = min(values)
+        elif name in ("ppo/ratio_min", "ppo/ratio_max"):
+            merged[name] = (min if name == "ppo/ratio_min" else max)(values)
         else:
-            merged[name] = max(values) if name == "ppo/ratio_max" else math.fsum(values) / len(values)
+            counted = "learner/response_tokens" if name == "policy/entropy" else "ppo/tokens" if "/" in name else None
+            weights = [step[counted] if counted else 1.0 for step in having]
+            merged[name] = math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
     return merged
