@@ -15,7 +15,7 @@ from headrace.policy.model import Policy
 from headrace.policy.parallel import Parallel
 from headrace.policy.update import Learner
 from headrace.questions.ledger import Ledger
-from headrace.questions.sets import QuestionSet, load
+from headrace.questions.sets import QuestionSet, Split, load, stops_at_bad_rows
 from headrace.records import Prompt, Question, Reward
 from headrace.rewards.pool import ScoringPool
 from headrace.run_folder import claim_folder
@@ -83,10 +83,13 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
     rollouts = None
     try:
         parallel.run_on_main(lambda: claim_folder(config, fresh))
-        configured = _configured(config, needs_answers=reward is None)
+        configured = _configured(config, "train", needs_answers=reward is None)
         train = _Rows(questions) if questions is not None else configured
         if not train:
             raise ConfigError("questions: there is nothing to train on; set questions.train, or give the trainer questions")
+        held_out = _configured(config, "held_out", needs_answers=reward is None) if parallel.is_main else None
+        if reward is None:
+            _check_scorers(config, {"train": train, "held_out": held_out})
         directories: list[Path] = []
         parallel.run_on_main(lambda: directories.append(starting_model(config, configured, parallel.device, journal)))
         directory = Path(parallel.broadcast_json(str(directories[0]) if directories else None))
@@ -96,7 +99,7 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
         learner = Learner(policy, config, encoder.banned_ids, parallel)
         parts = Parts(config, parallel, journal, encoder, policy, learner, None)
         if parallel.is_main:
-            rollouts = parts.rollouts = _rollout_side(parts, train, reward, replica)
+            rollouts = parts.rollouts = _rollout_side(parts, train, reward, held_out, replica)
         yield parts
     finally:
         if rollouts is not None:
@@ -105,22 +108,53 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
         ranks.stop()
 
 
-def _configured(config: Config, needs_answers: bool) -> QuestionSet | None:
-    """The configured source of questions to train on."""
-    source = config.questions.train
-    return None if source is None else load(source, config.run.seed, "train", require_answer=needs_answers)
+def _configured(config: Config, split: Split, needs_answers: bool) -> QuestionSet | None:
+    """The configured source of questions to train or to evaluate on."""
+    source = config.questions.train if split == "train" else config.questions.held_out
+    return None if source is None else load(source, config.run.seed, split, require_answer=needs_answers)
 
 
-def _rollout_side(parts: Parts, train: QuestionSet, reward: RewardFunction | str | None, replica: Policy | None) -> RolloutSide:
+def _check_scorers(config: Config, sets: dict[str, QuestionSet | None]) -> None:
+    """Raise where answers are to be scored by a task generator and a set comes from none that scores."""
+    for name, questions in sets.items():
+        if config.reward.verifier == "task" and questions is not None and not hasattr(questions, "verify"):
+            raise ConfigError(f"reward.verifier = task: questions.{name} has no scorer of its own; use exact or math_verify")
+
+
+def _encoded(questions: QuestionSet, parts: Parts) -> list[Prompt]:
+    """The first held-out questions that can be encoded, as many as are evaluated; one line tells how many could not.
+
+    Raises:
+        ValueError: one cannot and bad rows are to stop the run, or none can.
+    """
+    wanted, stops = parts.config.evaluation.questions, stops_at_bad_rows(parts.config.questions.held_out)
+    prompts: list[Prompt] = []
+    faults: list[ValueError] = []
+    for index in range(len(questions)):
+        if len(prompts) == wanted:
+            break
+        try:
+            prompts.append(parts.encoder.encode(questions.question(index)))
+        except ValueError as error:
+            if stops:
+                raise
+            faults.append(error)
+    if faults and not prompts:
+        raise faults[0]
+    if faults:
+        parts.journal.warn(f"{len(faults)} held-out questions left out; the first: {faults[0]}")
+    return prompts
+
+
+def _rollout_side(
+    parts: Parts, train: QuestionSet, reward: RewardFunction | str | None, held_out: QuestionSet | None, replica: Policy | None
+) -> RolloutSide:
     config, encoder = parts.config, parts.encoder
+    prompts = [] if held_out is None else _encoded(held_out, parts)
     scorer = ScoringPool(config.reward, reward=reward, verify=getattr(train, "verify", None))
     engine = LocalEngine(replica or parts.policy, encoder, batch_rows=config.sampling.batch_rows, version=lambda: parts.version)
     controller = Controller(config, train, encoder, engine, scorer, Ledger(len(train), config.run.seed))
-    held_out = []
-    if config.questions.held_out is not None:
-        questions = load(config.questions.held_out, config.run.seed, "held_out")
-        held_out = [encoder.encode(questions.question(index)) for index in range(min(len(questions), config.evaluation.questions))]
-    return RolloutSide(controller, scorer, engine, held_out, replica)
+    return RolloutSide(controller, scorer, engine, prompts, replica)
 
 
 def export_newest(run: Path, out: Path) -> int:
@@ -132,7 +166,7 @@ def export_newest(run: Path, out: Path) -> int:
     config = load_config(run / "config.yaml")
     config = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_coef": 0.0})})  # needs no reference
     device = Parallel().device
-    questions = _configured(config, needs_answers=False)
+    questions = _configured(config, "train", needs_answers=False)
     directory = starting_model(config, questions, device, Journal(config, config.run.steps, active=False))
     encoder = encoder_of(directory, config)
     policy = Policy.load(directory, config.model, device)

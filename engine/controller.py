@@ -11,7 +11,7 @@ from headrace.credit.advantage import group_advantages
 from headrace.encoding import Encoder
 from headrace.policy.packing import build_batch
 from headrace.questions.ledger import Key, Ledger
-from headrace.questions.sets import QuestionSet
+from headrace.questions.sets import QuestionSet, stops_at_bad_rows
 from headrace.ranges import span
 from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
 from headrace.sampling.waves import draw_groups
@@ -24,22 +24,18 @@ class Drawn:
 
     batch: StepBatch | None
     """None when nothing can train: every group was filtered or failed."""
-    groups: tuple[Group, ...]
-    """Groups of the batch, with advantages."""
     sampled: tuple[Group, ...]
     """Every group drawn for it, filtered ones included."""
     fates: dict[Key, str]
     """How each admitted question of the step ends, once the update is done."""
 
     def counts(self, version: int) -> dict[str, float]:
-        """Questions by fate, failed rollouts by reason and the lag of tokens behind ``version``, as metrics."""
+        """Questions by fate and the lag of tokens behind ``version``, as metrics."""
         rollouts = [rollout for group in self.sampled for rollout in group.rollouts]
         questions = Counter(self.fates.values())
-        failures = Counter(rollout.failure for rollout in rollouts if rollout.failure)
         lags = version - np.concatenate([rollout.completion.versions for rollout in rollouts] or [np.array([version])])
         return {
             **{f"questions/{fate}": float(count) for fate, count in sorted(questions.items())},
-            **{f"reward/failed_{reason}": float(count) for reason, count in sorted(failures.items())},
             "staleness/mean": float(lags.mean()) if len(lags) else 0.0,
             "staleness/max": float(lags.max(initial=0)),
         }
@@ -75,10 +71,9 @@ class Controller:
             refill.add([(key, group) for key, group in zip(keys, groups, strict=True) if fates[key] == "trained"])
         kept, surplus = refill.take(partial=True)
         fates |= {key: "surplus" for key, _ in surplus}
-        batch_groups = tuple(group for _, group in kept)
         with span("packing"):
-            batch = build_batch(batch_groups, self.config.loss, self.config.sampling) if batch_groups else None
-        return Drawn(batch, batch_groups, tuple(sampled), fates)
+            batch = build_batch([group for _, group in kept], self.config.loss, self.config.sampling) if kept else None
+        return Drawn(batch, tuple(sampled), fates)
 
     def settle(self, drawn: Drawn) -> None:
         """Write the fates of a step to the ledger."""
@@ -89,7 +84,8 @@ class Controller:
         """The next ``count`` questions that can be encoded; the others are settled as ``unusable``.
 
         Raises:
-            ValueError: as many questions in a row as the set holds cannot be used; the message is the last one's.
+            ValueError: one cannot be used and bad rows are to stop the run, or as many in a row as the set holds cannot;
+                the message is the last one's.
         """
         keys: list[Key] = []
         prompts: list[Prompt] = []
@@ -101,7 +97,7 @@ class Controller:
             except ValueError:
                 failed_in_a_row += 1
                 fates[key] = "unusable"
-                if failed_in_a_row >= len(self.questions):
+                if failed_in_a_row >= len(self.questions) or stops_at_bad_rows(self.config.questions.train):
                     raise
                 continue
             failed_in_a_row = 0

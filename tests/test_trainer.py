@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def bare(tmp_path: Path, cache: Path) -> Callable[..., Config]:
     return lambda *overrides: headrace.load_config(path, overrides)
 
 
-def by_length(question: Question, text: str) -> float:
+def by_chance(question: Question, text: str) -> float:
     """A reward with variance, whatever an untrained policy says."""
-    return 1.0 if len(text.split()) % 2 else 0.0
+    return float(zlib.crc32(text.encode()) % 2)
 
 
 def metrics(config: Config) -> list[dict[str, Any]]:
@@ -54,7 +55,7 @@ def samples(config: Config) -> list[dict[str, Any]]:
 
 def test_embedding_with_an_own_reward(bare: Callable[..., Config]) -> None:
     config = bare()
-    result = headrace.Trainer(config, reward=by_length).train()
+    result = headrace.Trainer(config, reward=by_chance).train()
     assert result.step == 2
     assert result.report == config.run_folder / "report.html"
     rows = metrics(config)
@@ -66,7 +67,7 @@ def test_embedding_with_an_own_reward(bare: Callable[..., Config]) -> None:
 def test_own_questions(bare: Callable[..., Config]) -> None:
     questions = [Question(id=f"own{i}", messages=({"role": "user", "content": "ball > cone"},), answer="1") for i in range(3)]
     config = bare("run.steps=3")
-    headrace.Trainer(config, reward=by_length, questions=questions).train()
+    headrace.Trainer(config, reward=by_chance, questions=questions).train()
     seen = {row["question"] for row in samples(config)}
     assert seen <= {"own0", "own1", "own2"}
     assert len(seen) >= 2
@@ -76,7 +77,7 @@ def test_the_exported_model_loads_in_transformers(bare: Callable[..., Config]) -
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = bare()
-    headrace.Trainer(config, reward=by_length).train()
+    headrace.Trainer(config, reward=by_chance).train()
     folder = config.run_folder / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model(**tokenizer("ball > cone", return_tensors="pt")).logits.isfinite().all()
@@ -88,7 +89,7 @@ def test_an_unmasked_second_wave_is_the_parents(bare: Callable[..., Config]) -> 
     control = bare("run.name=control", "sampling.cge.control_share=1.0", "journal.samples_per_step=9")
     plain = bare("run.name=plain", "sampling.cge=null", "journal.samples_per_step=9")
     for config in (control, plain):
-        headrace.Trainer(config, reward=by_length).train()
+        headrace.Trainer(config, reward=by_chance).train()
     drawn = [
         {(row["step"], row["question"], rollout["index"]): rollout["pieces"] for row in samples(config) for rollout in row["rollouts"]}
         for config in (control, plain)
@@ -109,7 +110,7 @@ def test_nan_reward_is_counted_and_leaves_the_group(bare: Callable[..., Config])
 
     config = bare("reward.workers=0")
     headrace.Trainer(config, reward=reward).train()
-    assert sum(row.get("reward/failed_non_finite", 0) for row in metrics(config)) == 4
+    assert sum(row["reward/failed_non_finite_n"] for row in metrics(config)) == 4
     assert all(np.isfinite(row["loss"]) for row in metrics(config) if "loss" in row)
 
 
@@ -138,7 +139,7 @@ def test_all_filtered_batch_is_skipped_and_counted(bare: Callable[..., Config]) 
 
 def test_dynamic_sampling_fills_the_batch(bare: Callable[..., Config]) -> None:
     config = bare("dynamic_sampling.max_rounds=8", "run.steps=1", "journal.samples_per_step=99")
-    headrace.Trainer(config, reward=by_length).train()
+    headrace.Trainer(config, reward=by_chance).train()
     (row,) = metrics(config)
     assert row["questions/trained"] == 2
     kept = [group for group in samples(config) if len({rollout["reward"]["accuracy"] for rollout in group["rollouts"]}) > 1]
@@ -148,34 +149,34 @@ def test_dynamic_sampling_fills_the_batch(bare: Callable[..., Config]) -> None:
 def test_empty_responses_are_left_out(bare: Callable[..., Config]) -> None:
     """An end token at once is a response of one token; a stop id at once leaves nothing to learn, and the run goes on."""
     config = bare("sampling.max_tokens=1")
-    assert headrace.Trainer(config, reward=by_length).train().step == 2
+    assert headrace.Trainer(config, reward=by_chance).train().step == 2
 
 
 def test_another_configuration_does_not_go_on_in_the_same_folder(bare: Callable[..., Config]) -> None:
-    headrace.Trainer(bare(), reward=by_length).train()
+    headrace.Trainer(bare(), reward=by_chance).train()
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate = 1e-06.*0\.5.*--fresh"):
-        headrace.Trainer(bare("optimizer.learning_rate=0.5"), reward=by_length).train()
-    assert headrace.Trainer(bare("run.steps=3"), reward=by_length).train().step == 3
-    assert headrace.Trainer(bare("optimizer.learning_rate=0.5"), reward=by_length, fresh=True).train().step == 2
+        headrace.Trainer(bare("optimizer.learning_rate=0.5"), reward=by_chance).train()
+    assert headrace.Trainer(bare("run.steps=3"), reward=by_chance).train().step == 3
+    assert headrace.Trainer(bare("optimizer.learning_rate=0.5"), reward=by_chance, fresh=True).train().step == 2
 
 
 def test_checkpoint_of_another_model(bare: Callable[..., Config]) -> None:
     import shutil
 
     small, large = bare("run.name=small"), bare("run.name=large", "model.source.hidden=64", "run.steps=0")
-    headrace.Trainer(small, reward=by_length).train()
-    headrace.Trainer(large, reward=by_length).train()
+    headrace.Trainer(small, reward=by_chance).train()
+    headrace.Trainer(large, reward=by_chance).train()
     shutil.rmtree(large.run_folder / "checkpoints", ignore_errors=True)
     shutil.copytree(small.run_folder / "checkpoints", large.run_folder / "checkpoints")
     with pytest.raises(ValueError, match=r"belongs to another model: .* is \[\d+, 64\]") as caught:
-        headrace.Trainer(large, reward=by_length).train()
+        headrace.Trainer(large, reward=by_chance).train()
     assert "\n" not in str(caught.value)
 
 
 def test_non_finite_loss_stops_before_the_step(bare: Callable[..., Config]) -> None:
     config = bare("optimizer.learning_rate=1.0e30", "optimizer.clip_norm=1.0e30", "run.steps=4")
     with pytest.raises(ValueError, match=r"not finite|no finite logit|non-finite|finite") as caught:
-        headrace.Trainer(config, reward=by_length).train()
+        headrace.Trainer(config, reward=by_chance).train()
     assert "\n" not in str(caught.value)
 
 
@@ -197,6 +198,24 @@ def test_malformed_rows_stop_with_file_and_line(bare: Callable[..., Config], tmp
     assert "\n" not in str(caught.value)
 
 
+def test_rows_that_cannot_be_encoded_are_left_out_or_stop_the_run(bare: Callable[..., Config], tmp_path: Path) -> None:
+    """A prompt that is too long shows when it is encoded; train and held-out rows go by their `bad_rows`."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"id": i, "question": "ball " * (1 + 90 * (i == 1)), "answer": "1"}) + "\n" for i in range(3)))
+    questions = [Question(id=f"own{i}", messages=({"role": "user", "content": "ball"},), answer="1") for i in range(3)]
+    short = ("questions.max_prompt_tokens=50", "evaluation.samples=1", "run.steps=1")
+    skip, stop = (json.dumps({"kind": "rows", "path": str(data), "bad_rows": kind}) for kind in ("skip", "stop"))
+    result = headrace.Trainer(bare(f"questions.held_out={skip}", *short), reward=by_chance, questions=questions).train()
+    assert [row["questions"] for row in result.evaluations] == [2, 2]
+    with pytest.raises(ValueError, match=r"question 1: the prompt has \d+ tokens"):
+        headrace.Trainer(bare(f"questions.held_out={stop}", "run.name=held", *short), reward=by_chance, questions=questions).train()
+
+
+def test_a_task_scorer_is_not_lent_to_other_questions(bare: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"questions\.train has no scorer"):
+        headrace.Trainer(bare("reward.verifier=task")).train()
+
+
 # ------------------------------------------------------------------------------------------------------ the command line
 
 
@@ -206,7 +225,7 @@ def command(*arguments: str, **kwargs: Any) -> "subprocess.CompletedProcess[str]
 
 def test_export_writes_the_newest_checkpoint(bare: Callable[..., Config], tmp_path: Path) -> None:
     config = bare()
-    headrace.Trainer(config, reward=by_length).train()
+    headrace.Trainer(config, reward=by_chance).train()
     done = command("export", str(config.run_folder), str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "step 2" in done.stdout
@@ -230,7 +249,7 @@ def test_faults_are_one_line_and_status_1(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs a folder that cannot be written")
 def test_unwritable_run_folder(bare: Callable[..., Config]) -> None:
     with pytest.raises((ValueError, OSError), match="/proc/headrace"):
-        headrace.Trainer(bare("run.folder=/proc/headrace"), reward=by_length).train()
+        headrace.Trainer(bare("run.folder=/proc/headrace"), reward=by_chance).train()
 
 
 def test_full_disk_at_a_checkpoint(tmp_path: Path, cache: Path) -> None:

@@ -39,6 +39,11 @@ class TaskSet(QuestionSet, Protocol):
         ...
 
 
+def stops_at_bad_rows(source: QuestionSource | None) -> bool:
+    """Whether a question that cannot be used ends the run, instead of being counted and left out."""
+    return isinstance(source, RowsSource) and source.bad_rows == "stop"
+
+
 def load(source: QuestionSource, seed: int, split: Split, *, require_answer: bool = True) -> QuestionSet:
     """The question set of a configured source.
 
