@@ -87,7 +87,8 @@ def extract(text: str, contract: Contract = "answer_boxed", mode: Mode = "strict
 
     The rule is the same under every contract: mode ``strict`` reads what follows the last ``</think>``, mode ``code``
     the whole response. The first answer block counts, its last box if it has one; without a block the last box.
-    Mode ``code`` falls back to the last box anywhere, the think draft included.
+    Mode ``code`` falls back to the last box anywhere, the think draft included, and takes a response with neither
+    block nor box whole.
 
     Args:
         text: whole response, a pre-filled think tag included.
@@ -99,14 +100,16 @@ def extract(text: str, contract: Contract = "answer_boxed", mode: Mode = "strict
     """
     check(contract, mode)
     if mode == "code":
-        return _candidate(text) or draft(text)
+        return primary(text, mode) or draft(text)
     close = text.rfind(THINK_CLOSE)
     return _candidate(text[close + len(THINK_CLOSE) :]) if close >= 0 else None
 
 
 def primary(text: str, mode: Mode) -> str | None:
-    """``extract`` without the fallback of mode ``code``."""
-    return _candidate(text) if mode == "code" else extract(text)
+    """``extract`` without the fallback of mode ``code`` to a box outside the answer block."""
+    if mode == "strict":
+        return extract(text)
+    return _candidate(text) or (text.strip() or None if answer_block(text) is None else None)
 
 
 def draft(text: str) -> str | None:
