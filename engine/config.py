@@ -266,7 +266,7 @@ class AdvantageConfig(Model):
 class LossConfig(Model):
     kind: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Surrogate."""
-    clip_low: float = Field(0.2, gt=0)
+    clip_low: float = Field(0.2, gt=0, le=1)
     """Ratios below 1 - clip_low are clipped."""
     clip_high: float = Field(0.3, gt=0)
     """Ratios above 1 + clip_high are clipped."""
@@ -280,6 +280,12 @@ class LossConfig(Model):
     """Estimator of that divergence."""
     entropy_coef: float = 0.0
     """Above 0 rewards entropy."""
+
+    @model_validator(mode="after")
+    def _bounded_once(self) -> "LossConfig":
+        if self.kind == "cispo" and self.dual_clip is not None:
+            raise ValueError("loss.dual_clip has no meaning for cispo, whose ratio is bounded already; leave it out")
+        return self
 
 
 class OptimizerConfig(Model):

@@ -46,6 +46,7 @@ def test_overrides_are_yaml(minimal: Path) -> None:
         (["run"], ["section.field=value"]),
         (["run.name.x=1", "run.name.x.y=2"], ["run.name.x is a value"]),
         (["sampling.cge={threshold: 0.4}"], ["sampling.cge.threshold", "0.5"]),
+        (["loss.kind=cispo", "loss.dual_clip=3"], ["loss.dual_clip", "cispo"]),
     ],
 )
 def test_faults_name_the_field(minimal: Path, overrides: list[str], words: list[str]) -> None:
