@@ -88,7 +88,6 @@ class Encoder:
     media: MediaLoader | None
     config: PreTrainedConfig
     eos_ids: tuple[int, ...]
-    pad_id: int
     vocab_size: int
     """Rows of the language model's head."""
     think_open: int | None
@@ -118,7 +117,6 @@ class Encoder:
             media=media_loader(directory),
             config=config,
             eos_ids=eos_ids,
-            pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             vocab_size=vocab_size,
             think_open=think_open,
             think_close=think_close,

@@ -136,7 +136,6 @@ def test_what_the_template_refuses_names_the_question(tmp_path):
 
 def test_end_ids_come_from_generation_config_then_tokenizer(text_encoder):
     assert text_encoder.eos_ids == (258, 256)
-    assert text_encoder.pad_id == 256
 
 
 def test_banned_are_media_control_and_unused_ids_only(text_encoder):

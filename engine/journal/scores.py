@@ -1,7 +1,7 @@
 """Held-out results: before and after, by hop count, with intervals bootstrapped over questions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,6 @@ from headrace.journal.store import Row
 from headrace.journal.tables import NOTHING, Cell, Line, Sheet, between, number
 
 ALL = "all"
-PerQuestion = Callable[[Row], list[float]]
 
 
 @dataclass(frozen=True)
