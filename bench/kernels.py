@@ -15,8 +15,8 @@ from headrace.bench.operations import OPERATIONS, Operation
 from headrace.bench.record import Measured, Memory, Missing, Record
 from headrace.bench.timing import Timing, interleaved
 
-BUDGET = 0.5
-"""Seconds of timed calls per piece of work, beyond the least number of rounds; ten times as much with ``--full``."""
+BUDGETS = {"floor": 2.0, "ours": 2.0, "peer": 0.5}
+"""Seconds of timed calls for each piece of work, beyond the least number of rounds; four times as much with ``--full``."""
 MEMORY_TOKENS = (256, 1024, 4096)
 MEMORY_VOCABULARY = 8192
 MEMORY_WIDTH = 64
@@ -144,10 +144,10 @@ def _measure(plan: Plan, operation: Operation, size: Size, record: Record) -> No
         timed[peer.name], notes[peer.name] = work, peer.note
     timed[floor] = operation.floor_work(made)
     timed[floor]()
-    timings = interleaved(timed, BUDGET * (10 if plan.full else 1), plan.device)
+    kinds = {name: "floor" if name == floor else "ours" if name in ours else "peer" for name in timed}
+    timings = interleaved(timed, {name: BUDGETS[kind] * (4 if plan.full else 1) for name, kind in kinds.items()}, plan.device)
     for name in (floor, *(name for name in timed if name != floor)):
-        kind = "floor" if name == floor else "ours" if name in ours else "peer"
-        row = _row(operation, size, name, kind, timings, errors.get(name, {}), notes.get(name, ""), plan.device)
+        row = _row(operation, size, name, kinds[name], timings, errors.get(name, {}), notes.get(name, ""), plan.device)
         record.measured.append(row)
 
 

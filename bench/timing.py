@@ -20,15 +20,15 @@ class Timing:
     calls: int
 
 
-def interleaved(works: Mapping[str, Callable[[], object]], budget: float, device: torch.device) -> dict[str, Timing]:
+def interleaved(works: Mapping[str, Callable[[], object]], budgets: Mapping[str, float], device: torch.device) -> dict[str, Timing]:
     """Time all works in turn, A B C A B C …, so that a busy machine or a hot chip is every work's trouble alike.
 
-    The caller has run each once already. A work takes part in every round until it has used ``budget`` seconds, but in at least
+    The caller has run each once already. A work takes part in every round until it has used its budget of seconds, but in at least
     ``ROUNDS[0]``. Every other round runs in reverse, so that no work always follows the same one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for number in range(ROUNDS[1]):
-        going = [name for name, taken in seconds.items() if number < ROUNDS[0] or sum(taken) < budget]
+        going = [name for name, taken in seconds.items() if number < ROUNDS[0] or sum(taken) < budgets[name]]
         for name in going if number % 2 == 0 else reversed(going):
             seconds[name].append(once(works[name], device))
     return {name: Timing(min(taken), statistics.median(taken), len(taken)) for name, taken in seconds.items()}

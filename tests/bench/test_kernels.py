@@ -26,7 +26,7 @@ SMALL = Size(40, 16, 300)
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.bench.kernels.BUDGET", 0.0)
+    monkeypatch.setattr("headrace.bench.kernels.BUDGETS", dict.fromkeys(("floor", "ours", "peer"), 0.0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def measured(*names: str, **fields) -> Record:
 def record() -> Record:
     """Every operation at two sizes, with the peers that need nothing but torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.bench.kernels.BUDGET", 0.0)
+        patch.setattr("headrace.bench.kernels.BUDGETS", dict.fromkeys(("floor", "ours", "peer"), 0.0))
         patch.setattr(works, "PEERS", [peer for peer in peers.PEERS if peer.name == "torch eager"])
         return measured(sizes=[SMALL, Size(64, 16, 500)])
 
@@ -132,7 +132,7 @@ def test_inputs_are_the_same_every_time() -> None:
 
 def test_works_take_turns() -> None:
     calls: list[str] = []
-    timings = interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, budget=0.0, device=CPU)
+    timings = interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, {"a": 0.0, "b": 0.0}, CPU)
     assert "".join(calls) == "abbaab"
     assert all(timing.best <= timing.median and timing.calls == ROUNDS[0] for timing in timings.values())
 
