@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 class ConfigError(ValueError):
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 class Model(BaseModel):
     """Base of every section: unknown keys are refused, docstrings under fields become descriptions."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False)
 
 
 # --------------------------------------------------------------------------------------------------------- run
@@ -29,7 +29,7 @@ class RunConfig(Model):
     """Name of the run; its folder is ``folder/name``."""
     folder: Path = Path("runs")
     """Where run folders are made."""
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Root of every named random stream."""
     steps: int = Field(100, ge=0)
     """Optimizer batches to train on."""
@@ -44,6 +44,14 @@ class RunConfig(Model):
     cache: Path = Path("runs/.cache")
     """Where converted models and warm starts are cached."""
 
+    @field_validator("name")
+    @classmethod
+    def _folder_name(cls, name: str) -> str:
+        parts = name.split("/")
+        if any(not part.strip() or part.startswith(".") for part in parts) or not name.isprintable():
+            raise ValueError("expected the name of a folder below run.folder: not empty, no leading dot, no line break, no absolute path")
+        return name
+
 
 # --------------------------------------------------------------------------------------------------------- model
 
@@ -56,21 +64,21 @@ class DirectoryModel(Model):
 
 class ScratchTextModel(Model):
     kind: Literal["scratch_text"]
-    hidden: int = 96
+    hidden: int = Field(96, ge=1)
     """Width; the feed-forward is twice as wide."""
-    layers: int = 3
-    heads: int = 4
+    layers: int = Field(3, ge=1)
+    heads: int = Field(4, ge=1)
 
 
 class ScratchVisionModel(Model):
     kind: Literal["scratch_vision"]
-    hidden: int = 128
+    hidden: int = Field(128, ge=1)
     """Width of the text model."""
-    layers: int = 3
-    heads: int = 4
-    vision_hidden: int = 96
+    layers: int = Field(3, ge=1)
+    heads: int = Field(4, ge=1)
+    vision_hidden: int = Field(96, ge=1)
     """Width of the vision tower."""
-    vision_layers: int = 3
+    vision_layers: int = Field(3, ge=1)
 
 
 class GGUFModel(Model):
@@ -129,7 +137,7 @@ class MultiHopSource(Model):
     """Objects with a value in the context."""
     max_value: int = Field(9, ge=2)
     """Values and yes/no numbers are drawn from 1..max_value."""
-    count: int = Field(4096, ge=1)
+    count: int = Field(4096, ge=1, le=10**8)
     """Questions generated; one epoch."""
 
 
@@ -139,7 +147,7 @@ class EasyVQASource(Model):
     """Hop counts, drawn uniformly; each hop is a yes/no question of the data set about the one picture."""
     split: Literal["train", "test"] = "train"
     """Pictures to use."""
-    count: int = Field(4096, ge=1)
+    count: int = Field(4096, ge=1, le=10**8)
     """Questions composed; one epoch."""
 
 
@@ -147,7 +155,7 @@ class ReasoningGymSource(Model):
     kind: Literal["reasoning_gym"]
     datasets: tuple[str, ...]
     """Generator names, e.g. ``chain_sum``; questions take turns."""
-    count: int = Field(1024, ge=1)
+    count: int = Field(1024, ge=1, le=10**8)
     """Questions generated; one epoch."""
 
 
@@ -243,7 +251,7 @@ class RewardConfig(Model):
     workers: int = Field(1, ge=0)
     """Processes for Math-Verify, task scorers and functions given by name, threads for a function given as an object; 0 scores
     in the engine's own thread, without a clock. The exact verifier cannot hang and always runs there."""
-    timeout: float = Field(30.0, gt=0)
+    timeout: float = Field(30.0, gt=0, le=86_400)
     """Seconds one response may take before its worker is killed and the rollout counted as failed."""
     on_failure: Literal["skip", "stop"] = "skip"
     """A rollout that cannot be scored leaves its group, or stops the run."""
@@ -288,6 +296,9 @@ class LossConfig(Model):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Model):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak rate of AdamW."""
@@ -297,7 +308,7 @@ class OptimizerConfig(Model):
     """After warm-up; cosine ends at a tenth of the peak."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled decay; not on norms and biases."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Moment decay rates."""
     clip_norm: float = Field(1.0, gt=0)
     """Global gradient norm bound."""
@@ -384,7 +395,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `questions:`, got {type(tree).__name__}")

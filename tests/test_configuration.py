@@ -47,12 +47,29 @@ def test_overrides_are_yaml(minimal: Path) -> None:
         (["run.name.x=1", "run.name.x.y=2"], ["run.name.x is a value"]),
         (["sampling.cge={threshold: 0.4}"], ["sampling.cge.threshold", "0.5"]),
         (["loss.kind=cispo", "loss.dual_clip=3"], ["loss.dual_clip", "cispo"]),
+        (["optimizer.learning_rate=.inf"], ["optimizer.learning_rate", "finite"]),
+        (["optimizer.betas=[1.0, 0.9]"], ["optimizer.betas.0", "less than 1"]),
+        (["reward.timeout=1e300"], ["reward.timeout", "86400"]),
+        (["run.seed=18446744073709551616"], ["run.seed", "less than"]),
+        (["model.source.layers=0"], ["layers", "greater than or equal to 1"]),
     ],
 )
 def test_faults_name_the_field(minimal: Path, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, overrides)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("name", ["''", ".", "..", "../other", "/absolute", "a//b", ".cache", '"two\\nlines"', '"nul\\0"', "' '"])
+def test_a_run_name_stays_below_its_folder(minimal: Path, name: str) -> None:
+    """``--fresh`` deletes ``run.folder/run.name``: it must never be a folder above, or the folder of all runs."""
+    with pytest.raises(ConfigError, match=r"run\.name: .*name of a folder below run\.folder"):
+        load_config(minimal, [f"run.name={name}"])
+
+
+def test_names_that_are_folders(minimal: Path) -> None:
+    for name in ("a b", "group/one", "größe", "v1.2"):
+        assert load_config(minimal, [f"run.name={name}"]).run.name == name
 
 
 @pytest.mark.parametrize("content", ["", "- a\n- b", "a: [", "\x00"])
