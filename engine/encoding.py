@@ -99,8 +99,12 @@ class Encoder:
     max_prompt_tokens: int
 
     @classmethod
-    def load(cls, directory: Path, *, think_prefill: bool, system_prompt: str | None, max_prompt_tokens: int) -> "Encoder":
+    def load(
+        cls, directory: Path, *, think_prefill: bool, system_prompt: str | None, max_prompt_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> "Encoder":
         """Read tokenizer and processor of a Hugging Face model directory.
+
+        Control tokens among ``stop_ids`` become end ids: a token that is banned could never end a response.
 
         Raises:
             ValueError: the directory lacks a configuration or tokenizer, or names no end token.
@@ -111,6 +115,8 @@ class Encoder:
         eos_ids = end_ids(directory, tokenizer)
         vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
         think_open, think_close = single_token(tokenizer, THINK_OPEN), single_token(tokenizer, THINK_CLOSE)
+        reserved = _banned(tokenizer, config, vocab_size, keep={*eos_ids, think_open, think_close})
+        eos_ids += tuple(index for index in stop_ids if index in reserved)
         return cls(
             directory=directory,
             tokenizer=tokenizer,
@@ -120,7 +126,7 @@ class Encoder:
             vocab_size=vocab_size,
             think_open=think_open,
             think_close=think_close,
-            banned_ids=_banned(tokenizer, config, vocab_size, keep={*eos_ids, think_open, think_close}),
+            banned_ids=tuple(index for index in reserved if index not in eos_ids),
             think_prefill=think_prefill,
             system_prompt=system_prompt,
             max_prompt_tokens=max_prompt_tokens,

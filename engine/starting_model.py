@@ -26,6 +26,7 @@ def encoder_of(directory: Path, config: Config) -> Encoder:
         think_prefill=config.sampling.think_prefill,
         system_prompt=config.questions.system_prompt,
         max_prompt_tokens=config.questions.max_prompt_tokens,
+        stop_ids=config.sampling.stop_ids,
     )
 
 
@@ -68,7 +69,7 @@ def _key(config: Config, base: Path) -> str:
             parts["warm_start"],
             questions["train"],
             questions["system_prompt"],
-            parts["sampling"]["think_prefill"],
+            [parts["sampling"][name] for name in ("think_prefill", "stop_ids")],
             config.run.seed,
         ]
     )

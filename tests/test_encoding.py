@@ -148,6 +148,13 @@ def test_banned_are_media_control_and_unused_ids_only(text_encoder):
     assert beyond == list(range(len(text_encoder.tokenizer), ROWS))
 
 
+def test_a_control_token_that_stops_is_an_end_and_not_banned(tmp_path, text_encoder):
+    turn, letter = (text_encoder.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "A"))
+    encoder = load(text_directory(tmp_path), stop_ids=(turn, letter))
+    assert encoder.eos_ids == (*text_encoder.eos_ids, turn)
+    assert set(text_encoder.banned_ids) - set(encoder.banned_ids) == {turn}
+
+
 def test_special_content_tags_are_not_banned(tmp_path):
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     encoder = load(text_directory(tmp_path, special=(*SPECIAL, *tags), added=()))
