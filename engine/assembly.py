@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from headrace import checkpoint
 from headrace.config import Config, ConfigError, load_config
@@ -81,8 +82,9 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
     parallel = ranks.start()
     journal = Journal(config, config.run.steps, active=parallel.is_main)
     rollouts = None
+    held: list[IO[bytes]] = []
     try:
-        parallel.run_on_main(lambda: claim_folder(config, fresh))
+        parallel.run_on_main(lambda: held.append(claim_folder(config, fresh)))
         configured = _configured(config, "train", needs_answers=reward is None)
         train = _Rows(questions) if questions is not None else configured
         if not train:
@@ -106,6 +108,8 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
             rollouts.scorer.close()
         journal.close()
         ranks.stop()
+        for lock in held:
+            lock.close()
 
 
 def _configured(config: Config, split: Split, needs_answers: bool) -> QuestionSet | None:

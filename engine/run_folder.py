@@ -1,6 +1,10 @@
 """Makes sure that what lies in a run folder is this run's."""
 
+import fcntl
+import os
 import shutil
+from pathlib import Path
+from typing import IO
 
 import yaml
 
@@ -18,26 +22,74 @@ MAY_CHANGE = (
     "reward.workers",
 )
 """Fields and sections that may differ when a run goes on: none of them changes a number of the steps already done."""
+_LOCK = ".lock"
 
 
-def claim_folder(config: Config, fresh: bool) -> None:
-    """Make the run folder, or check that an earlier run in it was of the same configuration.
+def claim_folder(config: Config, fresh: bool) -> IO[bytes]:
+    """Make the run folder, or check that an earlier run in it was of the same configuration, and keep other processes out.
+
+    Returns:
+        The lock; the folder is this process's until it is closed or the process ends, however it ends.
 
     Raises:
-        ConfigError: another configuration made it; the message names the first field that differs. Or ``fresh`` would delete
-            a folder that no run made.
+        ConfigError: another process has the folder; another configuration made it, and the message names the first field that
+            differs; or ``fresh`` would delete a folder that no run made.
         JournalError: the folder cannot be written.
     """
     folder = config.run_folder
     written = folder / "config.yaml"
-    if fresh and folder.exists():
-        if not written.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml), so --fresh does not delete it")
-        shutil.rmtree(folder)
+    if fresh and not written.exists() and folder.is_dir() and any(path.name != _LOCK for path in folder.iterdir()):
+        raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml), so --fresh does not delete it")
     make_folder(folder)
+    held = lock(folder / _LOCK, wait=False)
+    if held is None:
+        raise ConfigError(f"{folder}: another process is training there; wait for it, stop it, or give this run another run.name")
+    try:
+        if fresh:
+            _empty(folder)
+        _check_same(folder, written, config)
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def lock(path: Path, *, wait: bool) -> IO[bytes] | None:
+    """Take the lock that a file stands for; None where another holder has it and ``wait`` is False.
+
+    The kernel lets go of it when the file is closed or its process ends. On a file system that knows no locks everyone gets it.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        pass
+    return file
+
+
+def _empty(folder: Path) -> None:
+    """Delete what an earlier run left; the lock stays."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            os.unlink(path)
+
+
+def _check_same(folder: Path, written: Path, config: Config) -> None:
+    """Raise ConfigError unless the configuration on record, if there is one, is this one in all that matters."""
     if not written.exists():
         return
-    earlier, present = _fields(yaml.safe_load(written.read_text(encoding="utf-8"))), _fields(config.model_dump(mode="json"))
+    try:
+        earlier = yaml.safe_load(written.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{written}: cannot be read ({' '.join(str(error).split())}); repair it, or start over with --fresh") from None
+    if not isinstance(earlier, dict):
+        raise ConfigError(f"{written}: is not the configuration of a run; repair it, or start over with --fresh")
+    earlier, present = _fields(earlier), _fields(config.model_dump(mode="json"))
     for field in sorted(earlier.keys() | present.keys()):
         if earlier.get(field) != present.get(field) and not field.startswith(MAY_CHANGE):
             raise ConfigError(
