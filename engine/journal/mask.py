@@ -50,7 +50,7 @@ def mask_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "mask/responses_n": float(len(masked)),
         "mask/positions_n": float(len(positions)),
         "mask/per_response": len(positions) / len(masked),
-        "mask/cap_hits_n": float(sum(rollout.completion.cap_hit for rollout in masked)),
+        "mask/cap_hits": float(sum(rollout.completion.cap_hit for rollout in masked)),
     }
     if len(positions):
         metrics["mask/position_median"] = float(np.median(positions))
