@@ -111,12 +111,15 @@ class Learner:
         counted = [vector for vector, micro in zip(measured, plan, strict=True) if not micro.filler]
         values, norm = self._reduce(counted, bool(gradient.any()))
         ran = time.perf_counter()
-        metrics = _named(values, int(batch.response_mask.sum()))
+        response_tokens = int(batch.response_mask.sum())
+        metrics = _named(values, response_tokens)
+        if self.reference is not None and response_tokens:
+            metrics["policy/reference_kl"] = float(values[Metric.REFERENCE_KL]) / response_tokens
         taken = self._take(metrics["loss"], norm, rate)
         return metrics | {
             "grad_norm": norm,
             "lr": rate,
-            "learner/response_tokens": float(batch.response_mask.sum()),
+            "learner/response_tokens": float(response_tokens),
             "learner/micro_batches": float(sum(not micro.filler for micro in plan)),
             "learner/rows_without_gradient": float((~gradient).sum()),
             "learner/masked_tokens": float((batch.response_mask & ~batch.loss_mask).sum()),
@@ -191,13 +194,15 @@ class _Head:
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and metrics [len(Metric) + 2] from hidden [N, D] and head weight [V, D]."""
         result = self._loss(hidden, weight, self.learner.spec, self.targets, self.advantages, self.mask)
-        loss = result.loss
+        loss, metrics = result.loss, result.metrics
         if self.learner.spec.has_regulariser and bool((self.part.response_mask & ~self.part.loss_mask).any()):
             # KL and entropy terms see every response token. Those outside the numerator get them from a call of their own, which keeps
             # their behaviour log-probs, under another distribution, out of the ratio metrics.
             targets = torch.where(self.mask, IGNORED, self.targets)
-            loss = loss + self._loss(hidden, weight, self.regulariser, targets, torch.zeros_like(self.advantages), None).loss
-        vector = torch.cat([result.metrics, torch.stack([loss.detach().float(), result.entropies.sum()])])
+            rest = self._loss(hidden, weight, self.regulariser, targets, torch.zeros_like(self.advantages), None)
+            loss, metrics = loss + rest.loss, metrics.clone()
+            metrics[Metric.REFERENCE_KL] += rest.metrics[Metric.REFERENCE_KL]
+        vector = torch.cat([metrics, torch.stack([loss.detach().float(), result.entropies.sum()])])
         return loss + self._anchor(), vector
 
     @property
@@ -251,7 +256,6 @@ _NAMES = {
     "ratio_min": "ppo/ratio_min",
     "ratio_max": "ppo/ratio_max",
     "effective_sample_share": "ppo/effective_sample_share",
-    "reference_kl": "policy/reference_kl",
     "surprisal": "policy/surprisal",
 }
 """Of the kernel's summary, what is reported and as what: means over unmasked response tokens."""
@@ -281,7 +285,8 @@ def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         elif name in ("ppo/ratio_min", "ppo/ratio_max"):
             merged[name] = (min if name == "ppo/ratio_min" else max)(values)
         else:
-            counted = "learner/response_tokens" if name == "policy/entropy" else "ppo/tokens" if "/" in name else None
+            everywhere = name in ("policy/entropy", "policy/reference_kl")
+            counted = "learner/response_tokens" if everywhere else "ppo/tokens" if "/" in name else None
             weights = [step[counted] if counted else 1.0 for step in having]
             merged[name] = math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
     return merged

@@ -165,6 +165,20 @@ def test_metrics_say_what_happened(model):
     assert all(math.isfinite(value) and isinstance(value, float) for value in metrics.values())
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_entropy_and_reference_kl_cover_every_response_token(model, parts):
+    """SPEC 4.4: masked positions leave the surrogate, not these; however many optimizer steps the batch is dealt to."""
+    config = make_config(model, loss={"kl_coef": 0.1}, learner={"updates_per_batch": parts}, optimizer={"learning_rate": 1e-12})
+    learner = moved(make_learner(config))
+    batch = random_batch(15, config.loss)
+    ours, theirs = (score_batch(policy, batch, BANNED, 60, torch.device("cpu")) for policy in (learner.policy, learner.reference))
+    gap = (theirs.logprobs - ours.logprobs)[batch.response_mask].astype(np.float64)
+    metrics = learner.update(batch)
+    assert metrics["policy/reference_kl"] == pytest.approx((np.expm1(gap) - gap).mean(), rel=1e-4)
+    assert metrics["policy/entropy"] == pytest.approx(ours.entropies[batch.response_mask].mean(), rel=1e-4)
+    assert metrics["ppo/tokens"] == batch.loss_mask.sum() < metrics["learner/response_tokens"] == batch.response_mask.sum()
+
+
 def test_clip_share_is_of_unmasked_positions_with_an_active_clip(learners):
     learner = learners["ppo"]
     batch = random_batch(9, learner.config.loss)
