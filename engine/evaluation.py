@@ -11,6 +11,7 @@ from headrace.config import Config, RewardConfig
 from headrace.encoding import Encoder
 from headrace.records import Engine, Prompt, Rollout, SampleRequest, SamplingParameters, Scorer
 from headrace.rewards import extract
+from headrace.rewards.scoring import number
 from headrace.streams import stream_seed
 
 
@@ -42,10 +43,17 @@ def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
     ]
 
 
+def _vote(text: str, rules: RewardConfig) -> str | None:
+    """The answer a response gives, so that equal numbers are equal votes."""
+    answer = extract(text, rules.contract, rules.mode)
+    value = None if answer is None else number(answer)
+    return answer if value is None else str(value.normalize() + 0)  # + 0 takes the sign off a zero
+
+
 def _judge(prompt: Prompt, rollouts: Sequence[Rollout], rules: RewardConfig) -> dict[str, Any]:
     """Row of one question; an unscored response counts as wrong."""
     right = [int(rollout.reward is not None and rollout.reward.accuracy >= 1) for rollout in rollouts]
-    winner = majority([extract(rollout.text, rules.contract, rules.mode) for rollout in rollouts[1:]])
+    winner = majority([_vote(rollout.text, rules) for rollout in rollouts[1:]])
     return {
         "id": prompt.question.id,
         "hops": prompt.question.extra.get("hops"),

@@ -28,8 +28,8 @@ def test_ex_5_12_majority(votes: list[str | None], winner: str | None) -> None:
 
 
 RESPONSES = {
-    "a": ["5", "5", "5", "6", "7"],  # greedy and majority right, two of four samples
-    "b": ["6", "6", "5", "6", None],  # greedy and majority wrong, one of four
+    "a": ["5", "5", "6", "5.0", "7"],  # greedy and majority right, two of four samples
+    "b": ["6", "5", "-0", "0.0", None],  # greedy and majority wrong, one of four
 }
 
 
