@@ -24,9 +24,10 @@ CPU_CHUNK_ROWS = (512, 16384)
 GPU_CHUNK_ROWS = (4096, 8192)
 """Below and from 100 GB of device memory: 2.5 or 5 GB of fp32 logits at 151,936 tokens."""
 
-TILE_ELEMENTS = 1 << 20
+TILE_ELEMENTS = 2 << 20
 TILE_COLUMNS = (256, 8192)
-"""Vocabulary tiles on a CPU: about 4 MB of logits, so that they are read back from cache."""
+"""Vocabulary tiles on a CPU: about 8 MB of logits are read back from cache, and are work enough that threads seldom wait for
+each other on a busy machine."""
 
 TILE_ROWS = 1024
 """Tokens scored together by vocabulary tiles; more would push the tile out of cache."""
@@ -80,9 +81,10 @@ class Head:
         return TILE_ROWS if self.weight.device.type == "cpu" else self.chunk
 
     def score_tiles(self, hidden: Tensor, targets: Tensor, inv_temperature: Tensor) -> Tensor:
-        state = None
+        state: Tensor | None = None
         for start, tile in self.tiles(hidden):
             state = self.rows.statistics(tile, targets, inv_temperature, state, self.offset + start)
+        assert state is not None, "a head has columns"
         return state
 
     def tiles(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:

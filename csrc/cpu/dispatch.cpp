@@ -23,15 +23,15 @@ const Table*& active() {
     return table;
 }
 
-// Work below this many logits is not worth waking a second thread for.
-constexpr int64_t LOGITS_PER_THREAD = 32768;
+// A thread gets at least this many logits, some 50 µs of work: less is not worth waiting for it on a busy machine.
+constexpr int64_t LOGITS_PER_THREAD = 262144;
 
 // Pieces per thread, so that a thread that is held up leaves its share to the others.
 constexpr int64_t PIECES = 4;
 
 template <typename Args>
 void over_rows(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t rows, int64_t columns, int threads) {
-    int64_t useful = std::min<int64_t>({threads, rows, rows * columns / LOGITS_PER_THREAD + 1});
+    int64_t useful = std::min<int64_t>({threads, rows, rows * columns / LOGITS_PER_THREAD});
     if (useful <= 1) {
         kernel(args, 0, rows);
         return;
