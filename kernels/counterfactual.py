@@ -92,9 +92,11 @@ def _score_tiles(head: Head, hidden: Tensor, hidden_cf: Tensor, targets: Tensor,
     states = [torch.empty(0, PAIR_STATE_WIDTH, dtype=head.dtype)]
     for block in blocks(len(hidden), max(head.scoring_rows // 2, 1)):
         both = torch.cat([hidden[block], hidden_cf[block]])  # one product for the two of them
-        state, rows = None, len(both) // 2
+        state: Tensor | None = None
+        rows = len(both) // 2
         for start, tile in head.tiles(both):
             state = head.rows.pair_statistics(tile[:rows], tile[rows:], targets[block], inv_temperature[block], state, start)
+        assert state is not None, "a head has columns"
         states.append(state)
     return [*_read(torch.cat(states)), None, None]
 

@@ -59,11 +59,11 @@ def inverse_temperature(temperature: float | Tensor, rows: Tensor | None, hidden
         temperature = temperature.expand(tokens)
     if temperature.shape != (tokens,):
         raise ValueError(f"temperature must be a number or have shape [{tokens}], got {list(temperature.shape)}")
-    kept = temperature.detach().to(device=hidden.device, dtype=dtype)
-    kept = kept if rows is None else kept[rows]
-    if kept.device.type == "cpu" and not bool((kept > 0).all()):
-        raise ValueError(f"temperature must be above 0, got {float(kept[~(kept > 0)][0])}")
-    return kept.reciprocal().contiguous()
+    chosen = temperature.detach().to(device=hidden.device, dtype=dtype)
+    chosen = chosen if rows is None else chosen[rows]
+    if chosen.device.type == "cpu" and not bool((chosen > 0).all()):
+        raise ValueError(f"temperature must be above 0, got {float(chosen[~(chosen > 0)][0])}")
+    return chosen.reciprocal().contiguous()
 
 
 def banned_ids(banned: Banned, vocabulary: int, device: torch.device, offset: int = 0) -> Tensor | None:

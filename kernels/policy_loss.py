@@ -72,7 +72,7 @@ def policy_loss(
     streams = TokenStreams(old_logprobs, advantages, weights, gates, mask, ref_logprobs, proximal_logprobs)
     streams = streams.prepare(len(logprobs), logprobs.device, logprobs.dtype)
     spec.check_streams(streams, cu_seqlens is not None)
-    sequences = sequence_ids(cu_seqlens, len(logprobs), logprobs.device) if spec.kind == "gspo" else None
+    sequences = sequence_ids(cu_seqlens, len(logprobs), logprobs.device) if spec.kind == "gspo" and cu_seqlens is not None else None
     operations = choose(logprobs.device, logprobs.dtype, implementation)
     loss, metrics = _PolicyLoss.apply(logprobs, entropies, streams, spec, sequences, operations)
     return PolicyLoss(loss, metrics)

@@ -1,9 +1,10 @@
 """What a policy loss is made of: its specification, its per-token inputs and its metrics."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class TokenStreams(NamedTuple):
 
     def prepare(self, tokens: int, device: torch.device, dtype: torch.dtype) -> "TokenStreams":
         """Checked for shape and device, detached, contiguous, in one dtype."""
-        prepared = {}
+        prepared: dict[str, Any] = {}
         for name, stream in self._asdict().items():
             if stream is None:
                 prepared[name] = None
@@ -114,7 +115,8 @@ class TokenStreams(NamedTuple):
         """The streams of some rows, in that order."""
         if rows is None:
             return self
-        return TokenStreams(*(stream if stream is None else stream[rows] for stream in self))
+        chosen: Iterator[Any] = (stream if stream is None else stream[rows] for stream in self)
+        return TokenStreams(*chosen)
 
     def may_have_gradient(self, spec: PolicySpec) -> Tensor:
         """bool [T]: False where the coefficient is zero whatever the policy says (masked, weight 0, advantage or gate 0)."""

@@ -18,18 +18,12 @@ def token_loss(
     counted = streams.mask
     if counted is None:
         counted = torch.ones_like(logprobs, dtype=torch.bool)
-    own, entropy, weight, advantage, old, proximal, reference, gate = (
+    own, entropy, weight, advantage, old = (
+        torch.where(counted, stream, 0) for stream in (logprobs, entropies, streams.weights, streams.advantages, streams.old_logprobs)
+    )
+    proximal, reference, gate = (
         None if stream is None else torch.where(counted, stream, 0)
-        for stream in (
-            logprobs,
-            entropies,
-            streams.weights,
-            streams.advantages,
-            streams.old_logprobs,
-            streams.proximal_logprobs,
-            streams.ref_logprobs,
-            streams.gates,
-        )
+        for stream in (streams.proximal_logprobs, streams.ref_logprobs, streams.gates)
     )
     anchor = old if proximal is None else proximal
     raw = own - anchor if log_ratios is None else torch.where(counted, log_ratios, 0)
@@ -66,7 +60,9 @@ def token_loss(
     )
 
 
-def surrogate_of(logprobs, ratio, log_ratio, advantage, spec) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+def surrogate_of(
+    logprobs: Tensor, ratio: Tensor, log_ratio: Tensor, advantage: Tensor, spec: PolicySpec
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The surrogate to minimise, its derivative by the log-prob, and which of the low, high and dual clips are active."""
     low, high = 1 - spec.clip_low, 1 + spec.clip_high
     none = torch.zeros_like(ratio, dtype=torch.bool)
