@@ -41,7 +41,7 @@ def should_intervene(accuracies: Sequence[float | None], max_mean: float = 1.0) 
     """Whether a first wave gives no gradient: at least two scored rollouts (None and NaN are unscored), all equal, and
     their mean at most ``max_mean``."""
     valid = [accuracy for accuracy in accuracies if accuracy is not None and not math.isnan(accuracy)]
-    return len(valid) >= 2 and min(valid) == max(valid) and valid[0] <= max_mean
+    return bool(len(valid) >= 2 and min(valid) == max(valid) and valid[0] <= max_mean)
 
 
 @dataclass(frozen=True, slots=True)
