@@ -19,7 +19,7 @@ from headrace.policy.packing import rows_with_gradient, schedule
 from headrace.policy.parallel import pack_batch
 from tests.policy.learner_cases import BANNED, make_config, make_learner, picture_batch, random_batch, tiny_model, tiny_vision_model
 
-RATE = {"learning_rate": 2e-3}  # Adam turns rounding noise in a gradient near zero into a share of the rate
+RATE = {"learning_rate": 5e-4}  # Adam turns rounding noise in a gradient near zero into a share of the rate
 PLAIN = {"loss": {"kl_coef": 0.05, "entropy_coef": 0.01}, "optimizer": RATE}
 STEPS = 4
 
