@@ -4,8 +4,9 @@ import re
 import runpy
 from pathlib import Path
 
-import headrace
 import pytest
+
+import headrace
 
 ROOT = Path(__file__).parents[1]
 
