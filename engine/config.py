@@ -177,7 +177,7 @@ class QuestionsConfig(Model):
 
 
 class CGEConfig(Model):
-    """Confidence-Gated Exploration (paper 000, section 3.2)."""
+    """Confidence-Gated Exploration (docs/cge.md)."""
 
     first_wave_fraction: float = Field(0.5, gt=0, lt=1)
     """Share of the group drawn freely first."""
@@ -239,9 +239,9 @@ class OverlongConfig(Model):
 
 class RewardConfig(Model):
     contract: Literal["answer_boxed", "boxed", "answer_tag"] = "answer_boxed"
-    """Shape a response must have (SPEC 2.2)."""
+    """Shape a response must have (docs/rewards.md)."""
     mode: Literal["strict", "code"] = "strict"
-    """Extraction rules (SPEC 2.3 or 2.4)."""
+    """How the answer is found and the format graded (docs/rewards.md)."""
     format_term: bool = True
     """Total is 0.8 accuracy + 0.2 format; without it, accuracy alone."""
     verifier: Literal["exact", "math_verify", "task"] = "exact"
