@@ -273,7 +273,7 @@ class AdvantageConfig(Model):
 
 class LossConfig(Model):
     kind: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Surrogate."""
+    """Surrogate. GSPO's sequence ratio wants clips of 3e-4 and 4e-4 and the normalisation ``sequence_mean``."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Ratios below 1 - clip_low are clipped."""
     clip_high: float = Field(0.3, gt=0)
@@ -364,6 +364,16 @@ class Config(Model):
     learner: LearnerConfig = LearnerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     journal: JournalConfig = JournalConfig()
+
+    @model_validator(mode="after")
+    def _overlong_is_reachable(self) -> "Config":
+        overlong = self.reward.overlong
+        if overlong is not None and overlong.max_length - overlong.buffer >= self.sampling.max_tokens:
+            raise ValueError(
+                f"reward.overlong starts to punish at {overlong.max_length - overlong.buffer} tokens (max_length - buffer), "
+                f"which responses of at most sampling.max_tokens = {self.sampling.max_tokens} never reach"
+            )
+        return self
 
     @property
     def run_folder(self) -> Path:

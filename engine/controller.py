@@ -64,7 +64,7 @@ class Controller:
         fates: dict[Key, str] = {}
         sampled: list[Group] = []
         while refill.status == "open":
-            keys, prompts = self._admit(wanted, fates)
+            keys, prompts = self._admit(refill.missing, fates)
             groups = [self._credited(group) for group in await self._sample(keys, prompts)]
             sampled += groups
             fates |= {key: self._fate(group) for key, group in zip(keys, groups, strict=True)}

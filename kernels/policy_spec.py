@@ -164,10 +164,6 @@ class Metric(IntEnum):
     """−inf if no row counts."""
 
 
-SUMMED = slice(0, int(Metric.RATIO_MIN))
-"""The part of a metrics vector that is reduced by addition."""
-
-
 def empty_metrics(device: torch.device | str = "cpu") -> Tensor:
     """The metrics of no tokens: the neutral element of `combine_metrics`."""
     metrics = torch.zeros(len(Metric), dtype=torch.float32, device=device)

@@ -31,10 +31,11 @@ def write_config(folder: Path, cache: Path, text: str = TINY) -> Path:
     return path
 
 
-def start(config: Path, *overrides: str) -> "subprocess.Popen[str]":
-    """``headrace train`` in a process group of its own."""
+def start(config: Path, *overrides: str, ranks: int = 1) -> "subprocess.Popen[str]":
+    """``headrace train`` in a process group of its own, under torchrun where it has several ranks."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, "-m", "headrace", "train", str(config), *overrides],
+        [sys.executable, *launch, "-m", "headrace", "train", str(config), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,7 +65,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     """Everything of a run that must not depend on kills: all tables without timings, and the weights."""
     tables = {
         name: [{key: value for key, value in row.items() if not key.startswith(("time/", "machine/"))} for row in rows(folder / name)]
-        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+        for name in ("metrics.jsonl", "samples.jsonl", "mask_tokens.jsonl", "evaluations.jsonl")
     }
     return {**tables, "weights": (folder / "model" / "model.safetensors").read_bytes()}
 

@@ -221,7 +221,7 @@ def update(runs: Sequence[RunData]) -> Sheet:
     return Sheet("What the update sees", _HALVES * len(runs), lines, "Means over the steps of each half.", _spans(runs, 2))
 
 
-_NOT_PHASES = {"step", "wall", "unix", "tokens_per_s", "utilisation", "idle_ratio"}
+_NOT_PHASES = {"step", "wall", "unix", "tokens_per_s", "idle_ratio"}
 _BESIDE_STEPS = {name.replace(" ", "_") for name in BESIDE_STEPS}
 _INSIDE = {"forward_backward": "update", "optimizer": "update"}
 """Timings that are part of another phase."""
@@ -250,7 +250,6 @@ def cost(runs: Sequence[RunData]) -> Sheet:
             for name, phase in _INSIDE.items()
         ),
         _cost_line("response tokens per second", [run.mean("time/tokens_per_s") for run in runs]),
-        _cost_line("model utilisation", [run.mean("time/utilisation") for run in runs]),
         _cost_line("trainer idle ratio", [run.mean("time/idle_ratio") for run in runs]),
         _cost_line("response length (tokens)", [run.mean("len/mean") for run in runs]),
         _cost_line("share of responses at the length limit", [run.rate("len/clipped_share").value for run in runs]),

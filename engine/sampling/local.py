@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ TRACE_LIMIT = 20_000
 """Masked positions traced per call of `sample` (SPEC 4.6). Per call and not per process, so that a resumed run logs the same."""
 COMPACTION = 8
 """Finished rows leave the batch once they are an eighth of it."""
-FILTERS: tuple[Literal["none", "lexical"], ...] = ("none", "lexical")
 
 
 class LocalEngine:
@@ -43,7 +41,6 @@ class LocalEngine:
         self.encoder = encoder
         self.batch_rows = batch_rows
         self.version = version
-        self._spared = np.stack([spared_tokens(encoder, token_filter) for token_filter in FILTERS])  # [2, V]
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """One completion per request, in order.
@@ -92,9 +89,7 @@ class _Drawing:
         self._seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device)
         self._temperatures = torch.tensor([request.parameters.temperature for request in requests], dtype=torch.float32, device=device)
         self._thresholds = torch.from_numpy(self.thresholds).to(device)
-        filters = [FILTERS.index(request.mask.token_filter) if request.mask else 0 for request in requests]
-        self._filters = torch.tensor(filters, device=device)
-        self._spared = torch.from_numpy(engine._spared).to(device)
+        self._spared = _spared(requests, encoder, device)
         self._banned = torch.tensor(encoder.banned_ids, dtype=torch.int64, device=device)
         self._top_k, self._top_p = _truncation(requests[0])
 
@@ -149,12 +144,12 @@ class _Drawing:
 
     def _sample(self, logits: Tensor, eligible: Array, position: int) -> TopTokenSample:
         allowed = torch.from_numpy(eligible).to(logits.device)
-        if eligible.any():
-            allowed &= ~self._spared[self._filters, logits.argmax(1)]
         positions = torch.full_like(self._seeds, position)
         truncation = {"top_k": self._top_k, "top_p": self._top_p}
         try:
-            return top_token_sample(logits, allowed, self._thresholds, self._seeds, positions, self._temperatures, **truncation)
+            return top_token_sample(
+                logits, allowed, self._thresholds, self._seeds, positions, self._temperatures, spared=self._spared, **truncation
+            )
         except ValueError as error:
             raise ValueError(f"response position {position}: {error}; the policy's weights are not finite") from None
 
@@ -164,7 +159,7 @@ class _Drawing:
         self.rows, self.live = self.rows[order], self.live[order]
         index = torch.tensor(order, device=self._seeds.device)
         self._fed, self._seeds, self._temperatures = self._fed[index], self._seeds[index], self._temperatures[index]
-        self._thresholds, self._filters = self._thresholds[index], self._filters[index]
+        self._thresholds = self._thresholds[index]
 
     def _completions(self) -> list[Completion]:
         version = self.engine.version()
@@ -196,6 +191,16 @@ def _truncation(request: SampleRequest) -> tuple[int | None, float | None]:
     if parameters.temperature == 0:
         return None, None
     return parameters.top_k if parameters.top_k > 0 else None, parameters.top_p if parameters.top_p < 1 else None
+
+
+def _spared(requests: Sequence[SampleRequest], encoder: Encoder, device: torch.device) -> Tensor | None:
+    """Top tokens that the masks of a batch never remove, [V] bool; None without a mask."""
+    filters = sorted({request.mask.token_filter for request in requests if request.mask})
+    if not filters:
+        return None
+    if len(filters) > 1:
+        raise ValueError(f"requests drawn together need one token filter, got {' and '.join(filters)}")
+    return torch.from_numpy(spared_tokens(encoder, filters[0])).to(device)
 
 
 def _batches(requests: Sequence[SampleRequest], batch_rows: int) -> Iterator[list[int]]:
