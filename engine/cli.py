@@ -1,5 +1,6 @@
 """The command line: one thin file per command in ``commands/``."""
 
+import contextlib
 import os
 import sys
 
@@ -14,13 +15,35 @@ app.command()(train)
 app.command()(report)
 app.command()(export)
 
+_STOPPED = 130  # what typer makes of a KeyboardInterrupt
+
 
 def main() -> None:
     """Run a command; what the user can mend is one line on standard error and exit status 1."""
     # Read when torch loads, later. Threads that spin while they wait cost a shared machine several times the run's own work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    status: object = 1
     try:
         app()
+    except BrokenPipeError:  # nobody reads standard output any more; nothing else is piped
+        pass
     except (ValueError, OSError) as error:
-        print(f"headrace: {error}", file=sys.stderr)
-        sys.exit(1)
+        with contextlib.suppress(OSError):
+            print(f"headrace: {error}", file=sys.stderr)
+    except SystemExit as end:
+        status = end.code
+    if status == _STOPPED:
+        with contextlib.suppress(OSError):
+            print("headrace: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+    _flush()
+    sys.exit(status)  # type: ignore[arg-type]
+
+
+def _flush() -> None:
+    """Empty the buffers here, where a reader that is gone is no error; the interpreter's own flush at its end would complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -68,12 +68,14 @@ class Trainer:
             ValueError: configuration, data, or a loss that is not finite; one line that names the cause.
             OSError: the run folder cannot be written.
         """
-        return asyncio.run(self._train())
+        with Interrupt() as interrupt:  # around the loop, or asyncio would keep the first Ctrl-C to itself
+            return asyncio.run(self._train(interrupt))
 
-    async def _train(self) -> TrainResult:
+    async def _train(self, interrupt: Interrupt) -> TrainResult:
         run = self.config.run
-        with assemble(self.config, self.reward, self.questions, fresh=self.fresh) as parts, Interrupt() as interrupt:
+        with assemble(self.config, self.reward, self.questions, fresh=self.fresh) as parts:
             step = saved = _resume(parts)
+            interrupt.guard()
             if self.profile is not None:
                 self.profile.check(step, run.steps)
             await _evaluate(parts, step)

@@ -1,6 +1,10 @@
 """What an ill-willed user tries: every fault is one line and status 1, or is counted and the run goes on; nothing is lost."""
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +12,7 @@ import pytest
 
 import headrace
 from headrace.config import Config, ConfigError
+from headrace.interrupt import Interrupt
 from headrace.run_folder import claim_folder
 from tests import runs
 from tests.test_trainer import BARE, by_chance
@@ -70,3 +75,50 @@ def test_a_damaged_configuration_on_record_is_one_line(bare: Callable[..., Confi
     assert "\n" not in str(caught.value)
     assert train(config, fresh=True).step == 1
     shutil.rmtree(config.run_folder)
+
+
+# ------------------------------------------------------------------------------------------------------ signals and streams
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_save_once_there_is_something_and_stop_at_once_before(number: int) -> None:
+    with Interrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        interrupt.guard()
+        os.kill(os.getpid(), number)
+        assert interrupt.requested
+        os.kill(os.getpid(), signal.SIGTERM)  # a supervisor that repeats itself takes nothing away
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_launcher_that_passes_ctrl_c_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with Interrupt() as interrupt:
+        interrupt.guard()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+
+
+def test_nohup_stays() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path, store: Path) -> None:
+    """As under ``2>&1 | head -1``: the reader is gone at once."""
+    path = runs.write_config(tmp_path, store, BARE)
+    reading, writing = os.pipe()
+    os.close(reading)
+    subprocess.run([sys.executable, "-m", "headrace", "train", str(path)], stdout=writing, stderr=writing, timeout=120, check=False)
+    os.close(writing)
+    folder = tmp_path / "runs" / "bare"
+    assert '"finished"' in (folder / "outcome.json").read_text()
+    assert (folder / "report.html").exists()

@@ -1,8 +1,10 @@
 """What a run shows while it goes: one live line on a terminal, a quiet plain line now and then elsewhere."""
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Mapping
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +22,26 @@ PLAIN_TICKS = 4
 """Lines of a long phase then."""
 
 
+class _StandardError:
+    """Standard error that may go away: a run does not end because nobody reads it any more."""
+
+    @property
+    def _stream(self) -> TextIO:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # while a live line is up, rich puts itself in between
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Screen:
     """Shows the phase, the step, the main metrics and the time left.
 
@@ -30,7 +52,7 @@ class Screen:
         self.name = name
         self.total_steps = total_steps
         self.quiet = quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=cast(TextIO, _StandardError()))
         self.step = 0
         self._summary = ""
         self._seconds: deque[float] = deque(maxlen=20)
@@ -97,7 +119,7 @@ class Screen:
         if self.console.is_terminal:
             self.console.print(escape(text), highlight=False)
         else:
-            print(f"{self.name}: {text}", file=self.console.file or sys.stderr, flush=True)
+            print(f"{self.name}: {text}", file=self.console.file, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
