@@ -11,6 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 venv: $(READY)
 
 $(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/*.cpp csrc/*/*)
+	@echo "Setting up $(VENV): about 3 GB, some minutes in which pip prints nothing"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) pip setuptools wheel pybind11 torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) -r constraints/cpu-triton.txt

@@ -24,8 +24,8 @@ def test_wheel_holds_the_packages_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"headrace"}
-    for member in ("headrace/trainer.py", "headrace/kernels/top_token.py", "headrace/bench/__init__.py"):
-        assert member in names
+    for member in ("trainer.py", "kernels/top_token.py", "bench/__init__.py", "journal/report.html", "journal/report.css"):
+        assert f"headrace/{member}" in names
 
 
 def test_sdist_carries_the_sources(distributions: Path) -> None:
@@ -33,6 +33,7 @@ def test_sdist_carries_the_sources(distributions: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "engine/trainer.py", "kernels/__init__.py", "csrc/bindings.cpp", "LICENSE"} <= names
+    assert not [name for name in names if name.startswith("tests/")], "setuptools takes some of the tests and leaves what they import"
 
 
 def test_wheel_imports_from_a_bare_folder(distributions: Path, tmp_path: Path) -> None:
