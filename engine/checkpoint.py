@@ -34,6 +34,7 @@ from headrace.policy.parallel import full_tensor, of_policy
 from headrace.policy.update import Learner
 
 FORMAT = 1
+_REASON = 200  # characters of a reason that a message shows
 _FOLDER = re.compile(r"step_(\d+)(?:-(\d+))?")
 
 
@@ -179,8 +180,9 @@ def restore(folder: Path, learner: Learner) -> Restored | None:
     state = read_state(path)
     _check_model(path, state["parameters"], _shapes(learner))
     with _one_line(f"checkpoint {path} cannot be read"):
+        _Reader(path).read_metadata()  # first by itself: torch would print a traceback before it raises
         dcp.load(learner.state_dict(), storage_reader=_Reader(path), no_dist=learner.parallel.world_size == 1)
-    learner.load_counters(state["learner"])
+        learner.load_counters(state["learner"])
     return Restored(state["step"], state["extra"])
 
 
@@ -188,8 +190,9 @@ def read_state(path: Path) -> dict[str, Any]:
     """``state.json`` of a checkpoint, checked."""
     with _one_line(f"checkpoint {path} cannot be read"):
         state = json.loads((Path(path) / "state.json").read_text(encoding="utf-8"))
-    wanted = {"format", "step", "learner", "parameters", "extra"}
-    if not isinstance(state, dict) or not wanted <= state.keys() or state["format"] != FORMAT:
+    wanted = {"format": int, "step": int, "learner": dict, "parameters": dict, "extra": dict}
+    sound = isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in wanted.items())
+    if not sound or state["format"] != FORMAT or not all(isinstance(count, int) for count in state["learner"].values()):
         raise CheckpointError(f"checkpoint {path}: state.json is not of format {FORMAT} with {', '.join(sorted(wanted))}")
     return state
 
@@ -263,7 +266,7 @@ def _one_line(what: str) -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     """The error in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
+    return " ".join(text.split())[:_REASON] or type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------------ export

@@ -1,5 +1,6 @@
 """The rollout side: admits questions, draws and scores groups, selects, assembles one batch per step."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from headrace.ranges import span
 from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
 from headrace.sampling.waves import draw_groups
 from headrace.selection.dapo import Refill, keep
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Controller:
         self.engine = engine
         self.scorer = scorer
         self.ledger = ledger
+        self._warned = False
 
     async def draw(self) -> Drawn:
         """Draw groups until the batch is full or the drawing rounds are used up."""
@@ -84,23 +88,25 @@ class Controller:
         """The next ``count`` questions that can be encoded; the others are settled as ``unusable``.
 
         Raises:
-            ValueError: one cannot be used and bad rows are to stop the run, or as many in a row as the set holds cannot;
-                the message is the last one's.
+            ValueError: one cannot be used and bad rows are to stop the run, or none of the set can; the message is the last one's.
         """
         keys: list[Key] = []
         prompts: list[Prompt] = []
-        failed_in_a_row = 0
+        failed: set[int] = set()  # since the last that could be used; a small set comes round within one batch
         while len(prompts) < count:
             key = self.ledger.admit()
             try:
                 prompts.append(self.encoder.encode(self.questions.question(key[1])))
-            except ValueError:
-                failed_in_a_row += 1
+            except ValueError as error:
+                failed.add(key[1])
                 fates[key] = "unusable"
-                if failed_in_a_row >= len(self.questions) or stops_at_bad_rows(self.config.questions.train):
+                if len(failed) >= len(self.questions) or stops_at_bad_rows(self.config.questions.train):
                     raise
+                if not self._warned:
+                    self._warned = True
+                    log.warning("%s; the question is left out, further ones are only counted", error)
                 continue
-            failed_in_a_row = 0
+            failed.clear()
             keys.append(key)
         return keys, prompts
 

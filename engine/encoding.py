@@ -170,6 +170,9 @@ class Encoder:
             prefilled = True
         if len(ids) > self.max_prompt_tokens:
             raise ValueError(f"question {question.id}: the prompt has {len(ids)} tokens, max_prompt_tokens is {self.max_prompt_tokens}")
+        context = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and len(ids) >= context:
+            raise ValueError(f"question {question.id}: the prompt has {len(ids)} tokens, the model's context is {context}")
         return Prompt(question, np.asarray(ids, dtype=np.int64), prefilled)
 
     def media_tensors(self, media: Sequence[Media]) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def _resume(parts: Parts) -> int:
         return 0
     parts.version = restored.step
     if parts.rollouts is not None:
-        parts.rollouts.controller.ledger.restore(restored.extra["ledger"])
+        parts.rollouts.controller.ledger.restore(restored.extra.get("ledger"))
     parts.journal.resume(restored.step)
     return restored.step
 

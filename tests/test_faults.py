@@ -1,5 +1,6 @@
 """What an ill-willed user tries: every fault is one line and status 1, or is counted and the run goes on; nothing is lost."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ import pytest
 import headrace
 from headrace.config import Config, ConfigError
 from headrace.interrupt import Interrupt
+from headrace.journal.report import build
+from headrace.records import Question
 from headrace.run_folder import claim_folder
 from tests import runs
 from tests.test_trainer import BARE, by_chance
@@ -122,3 +125,67 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path, store: Path)
     folder = tmp_path / "runs" / "bare"
     assert '"finished"' in (folder / "outcome.json").read_text()
     assert (folder / "report.html").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ questions
+
+
+@pytest.mark.parametrize("bad", ["ball " * 3000, "zebra"], ids=["beyond the context", "unknown word"])
+def test_a_bad_question_of_two_is_left_out_however_often_it_comes_round(
+    bare: Callable[..., Config], caplog: pytest.LogCaptureFixture, bad: str
+) -> None:
+    words = {"good": "ball > cone", "bad": bad}
+    questions = [Question(id=name, messages=({"role": "user", "content": text},), answer="1") for name, text in words.items()]
+    config = bare("run.steps=4", "run.questions_per_step=3")
+    assert train(config, questions=questions).step == 4
+    rows = runs.rows(config.run_folder / "metrics.jsonl")
+    assert [row["questions/trained"] for row in rows] == [3] * 4
+    assert sum(row.get("questions/unusable", 0) for row in rows) >= 4
+    assert len([record for record in caplog.records if "question bad" in record.getMessage()]) == 1
+    with pytest.raises(ValueError, match="question bad"):
+        train(bare("run.name=none"), questions=questions[1:])
+
+
+# ------------------------------------------------------------------------------------------------------ damaged files
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"extra": {}}, {"extra": None}, {"parameters": []}, {"learner": {}}, {"learner": {"updates": "2"}}, {"step": "2"}],
+    ids=str,
+)
+def test_an_edited_checkpoint_is_one_line(bare: Callable[..., Config], change: dict[str, object]) -> None:
+    config = bare("run.steps=1")
+    train(config)
+    path = config.run_folder / "checkpoints" / "step_000001" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=r"^(checkpoint|ledger).*") as caught:
+        train(bare("run.steps=2"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_index_prints_no_traceback(bare: Callable[..., Config], caplog: pytest.LogCaptureFixture) -> None:
+    train(bare("run.steps=1"))
+    config = bare("run.steps=2")
+    (config.run_folder / "checkpoints" / "step_000001" / ".metadata").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"checkpoint .* cannot be read"):
+        train(config)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("samples.jsonl", '{"step": 1, "rollouts": 5}'),
+        ("samples.jsonl", '{"step": 1}'),
+        ("mask_tokens.jsonl", '{"step": 1, "removed": 5}'),
+        ("config.yaml", "run: 5"),
+    ],
+)
+def test_a_report_of_edited_tables_is_one_line(bare: Callable[..., Config], name: str, content: str) -> None:
+    config = bare("run.steps=1")
+    train(config)
+    (config.run_folder / name).write_text(content + "\n")
+    with pytest.raises(ValueError, match="what no run writes") as caught:
+        build([config.run_folder], config.run_folder / "report.html")
+    assert "\n" not in str(caught.value)

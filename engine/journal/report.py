@@ -44,10 +44,15 @@ def build(run_folders: Sequence[Path], out: Path) -> Path:
     """
     if not run_folders:
         raise JournalError("a report needs at least one run folder")
-    runs = _distinct([read_run(Path(folder)) for folder in run_folders])
+    try:
+        runs = _distinct([read_run(Path(folder)) for folder in run_folders])
+        page = _page().render(_single(runs[0]) if len(runs) == 1 else _comparison(runs))
+    except (TypeError, AttributeError, KeyError, IndexError, jinja2.UndefinedError) as error:  # rows are not checked one by one
+        names = ", ".join(map(str, run_folders))
+        raise JournalError(f"{names}: its tables or config.yaml hold what no run writes ({type(error).__name__}: {error})") from error
     out = Path(out)
     make_folder(out.parent)
-    write_text(out, _page().render(_single(runs[0]) if len(runs) == 1 else _comparison(runs)))
+    write_text(out, page)
     return out
 
 

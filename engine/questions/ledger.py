@@ -133,12 +133,14 @@ class Ledger:
             "counts": dict(sorted(self.counts.items())),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a saved state; what was in flight then is requeued.
 
         Raises:
             ValueError: the state is of another set of questions or seed, or breaks the invariant.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError("ledger: the saved state is missing or no object")
         expected = {"version": _VERSION, "size": self.size, "seed": self.seed}
         for name, value in expected.items():
             if state.get(name) != value:
