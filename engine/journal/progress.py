@@ -16,6 +16,8 @@ SHOWN = (
     ("policy/entropy", "entropy", "{:.2f}"),
     ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
+WIDE = 110
+"""Columns from which a terminal has room for all of them; a narrower one shows the first."""
 PLAIN_LINES = 20
 """Lines a run prints when nobody watches."""
 PLAIN_TICKS = 4
@@ -66,7 +68,7 @@ class Screen:
             self._live = Progress(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=16),
                 TextColumn("{task.fields[count]}"),
                 TextColumn("{task.fields[summary]}", style="dim"),
                 console=self.console,
@@ -105,6 +107,8 @@ class Screen:
         self._seconds.append(metrics.get("time/wall", 0.0))
         left = (self.total_steps - step) * sum(self._seconds) / len(self._seconds)
         values = [f"{label} {form.format(metrics[key])}" for key, label, form in SHOWN if metrics.get(key) is not None]
+        if self.console.is_terminal and self.console.width < WIDE:
+            values = values[:1]
         self._summary = "  ".join([*values, f"{_clock(left)} left" if step < self.total_steps else ""]).strip()
         bar = self._bar()
         if bar is not None:
