@@ -189,3 +189,14 @@ def test_a_report_of_edited_tables_is_one_line(bare: Callable[..., Config], name
     with pytest.raises(ValueError, match="what no run writes") as caught:
         build([config.run_folder], config.run_folder / "report.html")
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path, store: Path) -> None:
+    path = runs.write_config(tmp_path, store, BARE)
+    folder = tmp_path / "runs" / "bare"
+    launcher = runs.start(path, "run.steps=100000", "run.checkpoint_every=100000", ranks=2)
+    runs.wait_for(lambda: (folder / "metrics.jsonl").exists() and runs.rows(folder / "metrics.jsonl"), deadline=90)
+    runs.kill(launcher)
+    runs.wait_for(lambda: (folder / "outcome.json").exists(), deadline=60)
+    assert '"interrupted"' in (folder / "outcome.json").read_text()
+    assert (folder / "checkpoints" / "latest").exists()

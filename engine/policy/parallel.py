@@ -3,9 +3,12 @@
 Without ``torchrun`` there is one process, no process group and no sharding; the same code runs.
 """
 
+import ctypes
 import json
 import math
 import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -25,6 +28,7 @@ from headrace.policy.model import Policy
 from headrace.records import Media, StepBatch
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1  # Linux: signal the process when its parent ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,18 @@ def start(deadline: float = 3600.0) -> Parallel:
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Parallel(device=torch.device("cuda" if cuda else "cpu"))
+    _stop_with_parent()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=deadline))
     return Parallel(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _stop_with_parent() -> None:
+    """Ask Linux for a SIGTERM when ``torchrun`` is gone, so that no rank trains on alone; a run that is going saves and ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop() -> None:
