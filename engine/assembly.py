@@ -103,6 +103,7 @@ def assemble(config: Config, reward: RewardFunction | str | None, questions: Seq
         if parallel.is_main:
             rollouts = parts.rollouts = _rollout_side(parts, train, reward, held_out, replica)
         yield parts
+        ranks.meet()
     finally:
         if rollouts is not None:
             rollouts.scorer.close()

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ class Trainer:
             OSError: the run folder cannot be written.
         """
         with Interrupt() as interrupt:  # around the loop, or asyncio would keep the first Ctrl-C to itself
-            return asyncio.run(self._train(interrupt))
+            if not _inside_a_loop():
+                return asyncio.run(self._train(interrupt))
+            with ThreadPoolExecutor(max_workers=1) as own_thread:
+                return own_thread.submit(asyncio.run, self._train(interrupt)).result()
 
     async def _train(self, interrupt: Interrupt) -> TrainResult:
         run = self.config.run
@@ -90,6 +94,15 @@ class Trainer:
             if saved < step:
                 _save(parts, step)
             return _finish(parts, step)
+
+
+def _inside_a_loop() -> bool:
+    """Whether an event loop runs in this thread, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _resume(parts: Parts) -> int:

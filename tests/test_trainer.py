@@ -1,5 +1,6 @@
 """Whole runs in this process: what a user embeds, and every fault a user meets; each gives one clear line."""
 
+import asyncio
 import json
 import math
 import os
@@ -62,6 +63,15 @@ def test_embedding_with_an_own_reward(bare: Callable[..., Config]) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert any(row["grad_norm"] > 0 for row in rows)
     assert all(row["questions/trained"] == 2 for row in rows)
+
+
+def test_training_inside_an_event_loop(bare: Callable[..., Config]) -> None:
+    """A notebook runs one already."""
+
+    async def cell() -> headrace.TrainResult:
+        return headrace.Trainer(bare("run.steps=1"), reward=by_chance).train()
+
+    assert asyncio.run(cell()).step == 1
 
 
 def test_own_questions(bare: Callable[..., Config]) -> None:
@@ -146,8 +156,8 @@ def test_dynamic_sampling_fills_the_batch(bare: Callable[..., Config]) -> None:
     assert len(kept) >= 2
 
 
-def test_empty_responses_are_left_out(bare: Callable[..., Config]) -> None:
-    """An end token at once is a response of one token; a stop id at once leaves nothing to learn, and the run goes on."""
+def test_responses_of_one_token(bare: Callable[..., Config]) -> None:
+    """Responses of one token: the shortest there are, since whatever ends a response is part of it."""
     config = bare("sampling.max_tokens=1")
     assert headrace.Trainer(config, reward=by_chance).train().step == 2
 

@@ -123,6 +123,12 @@ def _stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def meet() -> None:
+    """Wait for all ranks, so that none leaves the group while another still talks to it."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
