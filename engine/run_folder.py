@@ -23,6 +23,8 @@ MAY_CHANGE = (
 )
 """Fields and sections that may differ when a run goes on: none of them changes a number of the steps already done."""
 _LOCK = ".lock"
+_DONE = ("checkpoints", "metrics.jsonl", "evaluations.jsonl")
+"""What a run leaves once it has done anything; before that its configuration may still be mended."""
 
 
 def claim_folder(config: Config, fresh: bool) -> IO[bytes]:
@@ -80,8 +82,8 @@ def _empty(folder: Path) -> None:
 
 
 def _check_same(folder: Path, written: Path, config: Config) -> None:
-    """Raise ConfigError unless the configuration on record, if there is one, is this one in all that matters."""
-    if not written.exists():
+    """Raise ConfigError where an earlier run has done something under a configuration that differs from this one in what matters."""
+    if not written.exists() or not any((folder / name).exists() for name in _DONE):
         return
     try:
         earlier = yaml.safe_load(written.read_text(encoding="utf-8"))

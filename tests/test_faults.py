@@ -71,13 +71,22 @@ def test_fresh_deletes_what_a_run_left_and_nothing_else(bare: Callable[..., Conf
 @pytest.mark.parametrize("content", [b"a: [", b"", b"- 1", b"\xff\xfe"])
 def test_a_damaged_configuration_on_record_is_one_line(bare: Callable[..., Config], content: bytes) -> None:
     config = bare("run.steps=1")
-    config.run_folder.mkdir(parents=True)
+    (config.run_folder / "checkpoints").mkdir(parents=True)
     (config.run_folder / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.yaml: .*--fresh") as caught:
         train(config)
     assert "\n" not in str(caught.value)
     assert train(config, fresh=True).step == 1
     shutil.rmtree(config.run_folder)
+
+
+def test_a_configuration_may_be_mended_until_the_run_has_done_something(bare: Callable[..., Config]) -> None:
+    mistaken = bare("run.steps=1", "optimizer.learning_rate=0.5")
+    claim_folder(mistaken, fresh=False).close()
+    (mistaken.run_folder / "config.yaml").write_text(mistaken.model_dump_json())  # JSON is YAML
+    assert train(bare("run.steps=1")).step == 1
+    with pytest.raises(ConfigError, match=r"the run there has optimizer\.learning_rate"):
+        train(bare("run.steps=2", "optimizer.learning_rate=0.5"))
 
 
 # ------------------------------------------------------------------------------------------------------ signals and streams

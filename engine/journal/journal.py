@@ -122,7 +122,8 @@ class Journal:
         self._trackers = trackers(self.config, self.folder, step + 1)
         self.screen.step = max(step, 0)
         if step > 0:
-            self.screen.say(f"resuming after step {step}")
+            done = step >= self.config.run.steps
+            self.screen.say(f"all {step} steps are done; --fresh starts over" if done else f"resuming after step {step}")
         self._beside = 0.0
         self._mark = self._last_log = time.perf_counter()
 
