@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,15 @@ def test_a_configuration_may_be_mended_until_the_run_has_done_something(bare: Ca
 # ------------------------------------------------------------------------------------------------------ signals and streams
 
 
+@pytest.fixture
+def hangup_heard() -> Iterator[None]:
+    """SIGHUP as a terminal delivers it, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_save_once_there_is_something_and_stop_at_once_before(number: int) -> None:
     with Interrupt() as interrupt:
