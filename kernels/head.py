@@ -24,10 +24,10 @@ CPU_CHUNK_ROWS = (512, 16384)
 GPU_CHUNK_ROWS = (4096, 8192)
 """Below and from 100 GB of device memory: 2.5 or 5 GB of fp32 logits at 151,936 tokens."""
 
-TILE_ELEMENTS = 2 << 20
+TILE_ELEMENTS = 1 << 20
 TILE_COLUMNS = (256, 8192)
-"""Vocabulary tiles on a CPU: about 8 MB of logits are read back from cache, and are work enough that threads seldom wait for
-each other on a busy machine."""
+"""Vocabulary tiles on a CPU: about 4 MB of logits are read back from cache, and are work enough that threads seldom wait for
+each other."""
 
 TILE_ROWS = 1024
 """Tokens scored together by vocabulary tiles; more would push the tile out of cache."""
