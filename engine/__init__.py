@@ -1,10 +1,13 @@
 """Headrace: reinforcement learning with verifiable rewards on language and vision-language models."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from headrace import torchvision_ops
 from headrace.config import Config, load_config
 
+# Read when torch loads, later. Threads that spin while they wait cost a shared machine several times the run's own work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 torchvision_ops.install()  # before anything imports transformers, in every process of ours
 
 if TYPE_CHECKING:

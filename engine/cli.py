@@ -20,8 +20,6 @@ _STOPPED = 130  # what typer makes of a KeyboardInterrupt
 
 def main() -> None:
     """Run a command; what the user can mend is one line on standard error and exit status 1."""
-    # Read when torch loads, later. Threads that spin while they wait cost a shared machine several times the run's own work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     status: object = 1
     try:
         app()
