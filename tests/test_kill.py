@@ -2,6 +2,7 @@
 
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def run_with_kills(folder: Path, moments: list[float]) -> dict:
         process = runs.start(config)
         try:
             process.wait(timeout=seconds)
-        except Exception:
+        except subprocess.TimeoutExpired:
             runs.kill(process)
     runs.finish(runs.start(config))
     return runs.numbers(folder / "runs" / "tiny")

@@ -107,10 +107,9 @@ def varlen_attention(
     max_length: int,
     *,
     scale: float,
-    causal: bool = True,
     buckets: tuple[Bucket, ...] | None = None,
 ) -> Tensor:
-    """Attention inside each packed row.
+    """Causal attention inside each packed row.
 
     Args:
         q: [N, H, d] queries.
@@ -118,8 +117,6 @@ def varlen_attention(
         cu_seqlens: [B + 1] int32 row boundaries, first 0, last N.
         max_length: longest row.
         scale: factor on the scores.
-        causal: a position sees itself and what is before it in its row; otherwise its whole row, which needs rows of one length per
-            bucket off CUDA and is therefore not supported there.
         buckets: ``row_buckets(cu_seqlens)`` if the caller has it already.
 
     Returns:
@@ -129,13 +126,10 @@ def varlen_attention(
     if is_fused(q.device, q.dtype):
         from torch.nn.attention.varlen import varlen_attn
 
-        window = (-1, 0 if causal else -1)
         output: Any = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window, enable_gqa=grouped
+            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=(-1, 0), enable_gqa=grouped
         )
         return output
-    if not causal:
-        raise NotImplementedError("bidirectional attention over packed rows needs CUDA and half precision")
     buckets = row_buckets(cu_seqlens) if buckets is None else buckets
     outputs = []
     for rows in zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True):
