@@ -225,6 +225,63 @@ class SamplingConfig(Model):
         return self
 
 
+# --------------------------------------------------------------------------------------------------------- engine, schedule
+
+
+class LocalEngineConfig(Model):
+    kind: Literal["local"] = "local"
+    """Draw in the learner's own process, with its own weights."""
+
+
+class VLLMEngineConfig(Model):
+    kind: Literal["vllm"]
+    """Draw on vLLM servers (docs/vllm.md)."""
+    urls: tuple[str, ...] = ()
+    """Servers that run already, ``http://host:port``; empty starts the run's own."""
+    servers: int = Field(1, ge=1)
+    """Servers to start."""
+    rollout_ranks: int = Field(0, ge=0)
+    """Last ranks of ``torchrun`` that look after servers instead of learning; 0 starts the servers on rank 0's host."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs of one server."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the server's weights; None takes ``model.dtype``."""
+    memory: float = Field(0.8, gt=0, le=1)
+    """Share of each GPU's memory that a server takes; on a CPU, GiB of its key-value cache."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Responses one server draws at once."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the servers, as on vLLM's command line."""
+    start_deadline: float = Field(900.0, gt=0)
+    """Seconds a server may take until it answers."""
+    request_deadline: float = Field(3600.0, gt=0)
+    """Seconds one response may take; later it is aborted and its question queued again."""
+    max_restarts: int = Field(3, ge=0)
+    """Restarts within ten minutes after which a dead server ends the run."""
+    transport: Literal["nccl", "shm"] | None = None
+    """How weights travel: None takes NCCL on GPUs and shared memory on a CPU."""
+    bucket_mib: int = Field(512, ge=1)
+    """Weights sent at a time."""
+
+    @model_validator(mode="after")
+    def _one_owner(self) -> "VLLMEngineConfig":
+        if self.urls and self.rollout_ranks:
+            raise ValueError("engine.urls names servers that run already; rollout_ranks start their own: give one of the two")
+        return self
+
+
+EngineConfig = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+
+
+class ScheduleConfig(Model):
+    """How far sampling may run ahead of learning (docs/asynchrony.md)."""
+
+    staleness: float = Field(0.0, ge=0)
+    """Parameter versions by which sampling may run ahead; 0 is synchronous, 0.5 lets half a version's questions start early."""
+    sync_interval: int = Field(1, ge=1)
+    """Batches trained between two pushes of the weights to the engine; each push is a parameter version."""
+
+
 # --------------------------------------------------------------------------------------------------------- reward, selection, credit
 
 
@@ -356,6 +413,8 @@ class Config(Model):
     warm_start: WarmStartConfig | None = None
     questions: QuestionsConfig = QuestionsConfig()
     sampling: SamplingConfig
+    engine: EngineConfig = LocalEngineConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     reward: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig | None = None
     advantage: AdvantageConfig = AdvantageConfig()
@@ -364,6 +423,15 @@ class Config(Model):
     learner: LearnerConfig = LearnerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     journal: JournalConfig = JournalConfig()
+
+    @model_validator(mode="after")
+    def _ahead_of_whom(self) -> "Config":
+        if self.engine.kind == "local" and (self.schedule.staleness > 0 or self.schedule.sync_interval > 1):
+            raise ValueError(
+                "schedule: the local engine draws with the learner's own weights, so it is always in step; staleness and "
+                "sync_interval need engine.kind = vllm"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlong_is_reachable(self) -> "Config":
