@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"records", "config", "streams", "encoding", "media", "torchvision_ops", "ranges"}
+GROUND = {"records", "config", "schedule", "streams", "encoding", "media", "torchvision_ops", "ranges"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
 SECOND = {"controller", "trainer", "assembly", "starting_model", "run_folder", "evaluation", "checkpoint", "interrupt", "profiling"}
 TOP = {"commands", "cli", "__main__"}
