@@ -120,6 +120,15 @@ class Completion:
     trace: MaskTrace | None = None
     """Set when the mask fired at least once and the engine can trace it."""
 
+    @property
+    def path_entropy(self) -> float | None:
+        """Mean surprisal of the tokens that were the policy's own choice, in nats (paper 001, Eq. 1).
+
+        Positions under the mask do not count, nor do log-probs that are not finite; None where nothing is left.
+        """
+        own = self.logprobs[~self.masked & np.isfinite(self.logprobs)]
+        return -float(own.mean(dtype=np.float64)) if len(own) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -144,6 +153,31 @@ class Rollout:
     """None while unscored, or when scoring failed: such a rollout does not train."""
     failure: str = ""
     """Why scoring failed: ``timeout``, ``error`` or ``non_finite``."""
+    prompt: Prompt | None = None
+    """The rollout's own prompt, where it was taken into the group of another question; None is the group's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mining:
+    """What query mining found out about a question and did (paper 001, phase 0)."""
+
+    zone: Literal["distillation", "trivial", "impossible"]
+    kept: bool = True
+    """False for a trivial question that is down-sampled: its group does not train."""
+    pilot: tuple[float, ...] = ()
+    """Accuracies of the scored pilot rollouts."""
+    deficit: Literal["", "perceptual", "cognitive"] = ""
+    """Diagnosis of an impossible question; a question without a picture has no perception to fail."""
+    diagnosed: bool = False
+    """The deficit was told by a text-only probe."""
+    outcome: Literal["", "hinted", "no_hint", "unusable_hint"] = ""
+    """What became of an impossible question: drawn again under its hint, or left with its pilot rollouts."""
+    hinted: tuple[float, ...] = ()
+    """Accuracies under the hint."""
+    control: tuple[float, ...] = ()
+    """Accuracies of a second draw without a hint; these rollouts never train."""
+    extra_rollouts: int = 0
+    """Rollouts beyond one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +191,8 @@ class Group:
     """First-wave accuracies had no variance, so the second wave was a candidate for the mask."""
     arm: Arm = "free"
     advantages: Array | None = None  # [G] fp32
+    mining: Mining | None = None
+    """Set by query mining."""
 
 
 @dataclass(frozen=True, slots=True)

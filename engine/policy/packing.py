@@ -20,15 +20,18 @@ ATTENTION_PARITY = 49_152
 
 
 def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingConfig) -> StepBatch:
-    """Lay the scored rollouts of ``groups`` out as one optimizer batch; ``prompts`` holds positions in ``groups``.
+    """Lay the scored rollouts of ``groups`` out as one optimizer batch.
 
-    Rollouts without a usable score and empty responses get no row, count in no denominator and are reported in
-    ``left_out``. CGE-masked tokens leave ``loss_mask`` but stay in the denominator (SPEC 4.4).
+    ``prompts`` holds positions in ``groups``; a rollout taken in from another question has the position of that question's group, or,
+    without one, a number beyond them. Rollouts without a usable score and empty responses get no row, count in no denominator and are
+    reported in ``left_out``. CGE-masked tokens leave ``loss_mask`` but stay in the denominator (SPEC 4.4).
 
     Raises:
         ValueError: a group has no advantages, or a prompt or the streams of a completion do not fit together.
     """
     rows: list[tuple[int, Rollout, float]] = []
+    prompts = [group.prompt for group in groups]
+    place_of = {id(prompt): place for place, prompt in enumerate(prompts)}
     unscored = empty = 0
     for position, group in enumerate(groups):
         advantages = _group_advantages(group)
@@ -38,9 +41,14 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
             elif not len(rollout.completion.token_ids):
                 empty += 1
             else:
-                rows.append((position, _checked(rollout, group), float(advantage)))
+                own = rollout.prompt
+                if own is not None and id(own) not in place_of:
+                    place_of[id(own)] = len(prompts)
+                    prompts.append(own)
+                place = position if own is None else place_of[id(own)]
+                rows.append((place, _checked(rollout, group), float(advantage)))
 
-    prompt_lengths = np.array([len(groups[position].prompt.token_ids) for position, _, _ in rows], dtype=np.int64)
+    prompt_lengths = np.array([len(prompts[place].token_ids) for place, _, _ in rows], dtype=np.int64)
     lengths = np.array([len(rollout.completion.token_ids) for _, rollout, _ in rows], dtype=np.int64)
     cu_seqlens = np.concatenate(([0], np.cumsum(prompt_lengths + lengths))).astype(np.int32)
     tokens = int(cu_seqlens[-1])
@@ -57,7 +65,7 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
 
     token_ids = np.zeros(tokens, dtype=np.int64)
     if rows:
-        token_ids[~response_mask] = np.concatenate([groups[position].prompt.token_ids for position, _, _ in rows])
+        token_ids[~response_mask] = np.concatenate([prompts[place].token_ids for place, _, _ in rows])
         token_ids[response_mask] = np.concatenate([rollout.completion.token_ids for _, rollout, _ in rows])
     old_logprobs = stream([rollout.completion.logprobs for _, rollout, _ in rows], np.float32)
     masked = stream([rollout.completion.masked for _, rollout, _ in rows], np.bool_)
@@ -72,8 +80,8 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
         advantages=stream([np.repeat(advantage, length) for (_, _, advantage), length in zip(rows, lengths, strict=True)], np.float32),
         gates=np.ones(tokens, dtype=np.float32),
         temperature=sampling.temperature,
-        media=tuple(groups[position].prompt.question.media for position, _, _ in rows),
-        prompts=np.array([position for position, _, _ in rows], dtype=np.int32),
+        media=tuple(prompts[place].question.media for place, _, _ in rows),
+        prompts=np.array([place for place, _, _ in rows], dtype=np.int32),
         version=max((int(rollout.completion.versions.max()) for _, rollout, _ in rows), default=0),
         left_out={"unscored": unscored, "empty": empty, "non_finite": int((~finite).sum())},
     )

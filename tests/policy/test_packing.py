@@ -1,5 +1,7 @@
 """From groups to rows: streams, denominators, and who runs what."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -267,3 +269,16 @@ def test_rows_keep_their_streams_when_taken():
 def test_weights_of_a_row_without_response_are_zero():
     weights = loss_weights(np.array([False, False, False, True]), np.array([0, 2, 4]), "sequence_mean", 8)
     assert weights.tolist() == [0, 0, 0, 0.5]
+
+
+def test_a_rollout_of_another_question_keeps_its_own_prompt_and_pictures():
+    """HSR over the whole batch (SPEC 5.4): each donor keeps its own prompt in the forward pass."""
+    here = make_group([make_rollout(0, [-1.0])], [1.0], prompt=(1, 2, 3), name="here")
+    there = make_group([make_rollout(0, [-2.0, -2.0])], [1.0], prompt=(4, 5), name="there", media=(Media("image", "there.png"),))
+    gone = make_group([], [], prompt=(6,), name="gone")
+    taken = [replace(there.rollouts[0], prompt=there.prompt), replace(make_rollout(1, [-3.0]), prompt=gone.prompt)]
+    assembled = replace(here, rollouts=(*here.rollouts, *taken, *taken), advantages=np.ones(5, np.float32))
+    batch = build_batch([assembled, there], LossConfig(), SAMPLING)
+    assert batch.prompts.tolist() == [0, 1, 2, 1, 2, 1]
+    assert [tuple(item.path for item in media) for media in batch.media] == [(), ("there.png",), (), ("there.png",), (), ("there.png",)]
+    assert batch.token_ids[~batch.response_mask].tolist() == [1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5]
