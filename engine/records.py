@@ -221,11 +221,19 @@ class StepBatch:
     ``non_finite`` behaviour log-prob are outside ``loss_mask``."""
 
 
+class EngineDown(RuntimeError):
+    """An engine lost a request for good; the same request may be drawn again once it is back."""
+
+
 class Engine(Protocol):
     """Draws rollouts. Implemented by ``sampling.local`` and the vLLM client."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """One completion per request, in order."""
+        """One completion per request, in order.
+
+        Raises:
+            EngineDown: the engine died and its requests are lost.
+        """
         ...
 
 
