@@ -52,7 +52,8 @@ def default_text(field: FieldInfo) -> str:
         return ""
     if isinstance(default, tuple):
         return f"`{list(default)}`"
-    return f"`{'null' if default is None else str(default).lower() if isinstance(default, bool) else default}`"
+    text = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+    return f"`{text.encode('unicode_escape').decode() if not text.isprintable() else text}`"
 
 
 def bounds_text(field: FieldInfo) -> str:
