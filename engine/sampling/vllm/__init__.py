@@ -1,0 +1,1 @@
+"""Drawing on vLLM servers: the processor that runs inside them, their supervisor, their client (docs/vllm.md)."""
