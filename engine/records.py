@@ -16,6 +16,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class Intervention:
+    """A fixed degradation of a picture or clip that keeps its size (``pixels.degrade``)."""
+
+    kind: Literal["patches", "blur", "noise", "grey"]
+    seed: int  # 64 bits
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
     """A picture or clip by reference; its pixels are loaded where they are used."""
 
@@ -25,6 +33,8 @@ class Media:
     """Frames to take, evenly spaced (video only); None takes the processor's default."""
     max_pixels: int | None = None
     """Upper bound on width x height of one picture or frame."""
+    intervention: Intervention | None = None
+    """Degradation applied on loading; None loads it as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +163,8 @@ class Rollout:
     """None while unscored, or when scoring failed: such a rollout does not train."""
     failure: str = ""
     """Why scoring failed: ``timeout``, ``error`` or ``non_finite``."""
+    claims: tuple[tuple[int, int], ...] | None = None
+    """Token spans [first, past the last) of the response that say what is to be seen; None where no router has answered."""
     prompt: Prompt | None = None
     """The rollout's own prompt, where it was taken into the group of another question; None is the group's."""
 
@@ -214,6 +226,12 @@ class StepBatch:
     temperature: float
     media: tuple[tuple[Media, ...], ...]  # per row, by reference
     prompts: Array  # [B] int32, which prompt a row belongs to: rows of one group share pixels
+    questions: tuple[str, ...] = ()
+    """Question id per row."""
+    claims: tuple[tuple[tuple[int, int], ...] | None, ...] = ()
+    """``Rollout.claims`` per row; empty when no row has any."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that credit rules took on the way."""
     version: int = 0
     """Parameter version of the newest token."""
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -242,4 +260,29 @@ class Scorer(Protocol):
 
     async def score(self, question: Question, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The same rollouts with ``reward`` or ``failure`` set."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Teacher-forced values of a batch, aligned with its ``token_ids``: 0 on prompts and in rows that were not scored."""
+
+    logprobs: Array  # [N] fp32, nats
+    entropies: Array  # [N] fp32, nats
+    rows: Array  # [B] bool, was scored
+    own: Array  # [N] bool, tokens that were the policy's own choice: ``loss_mask`` before any credit rule
+    logprobs_cf: Array | None = None  # [N] fp32, with degraded media
+    entropies_cf: Array | None = None  # [N] fp32
+    kl: Array | None = None  # [N] fp32, KL(original || degraded) of the next-token distributions
+
+
+class CreditRule(Protocol):
+    """Says what tokens are worth, from how they fare with degraded media. Pure; implemented in ``credit``."""
+
+    def wanted(self, batch: StepBatch) -> Sequence[tuple[Media, ...]]:
+        """Per row the degraded media to score it with as well; empty for rows whose scores cannot change the update."""
+        ...
+
+    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+        """The batch with gates, or with other advantages and numerator, and with what was ``measured``."""
         ...
