@@ -5,15 +5,11 @@ folder beside it, which is then renamed. ``latest`` names the one to resume from
 
     state.json                 step, learner counters, parameter names and shapes, configuration, whatever the caller adds
     .metadata, *.distcp        weights and moments through torch.distributed.checkpoint: any number of ranks may load them
-
-The data files are read by torch with ``weights_only``. The index ``.metadata`` is a pickle by torch's choice; it is read here by
-an unpickler that knows the index's own record types and nothing else, so a doctored one is refused and never runs.
+    SHA256SUMS                 digests of all of these, compared before anything is loaded; ``sha256sum -c`` reads it too
 """
 
 import json
-import os
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,22 +20,24 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from headrace import checkpoint_files as files
+from headrace.checkpoint_reader import SafeReader
 from headrace.encoding import Encoder
 from headrace.policy.model import Policy
 from headrace.policy.parallel import full_tensor, of_policy
 from headrace.policy.update import Learner
 
-FORMAT = 1
+FORMAT = 2
 _REASON = 200  # characters of a reason that a message shows
-_FOLDER = re.compile(r"step_(\d+)(?:-(\d+))?")
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, read or used for this model; the message names the path and what is wrong."""
+
+    on_every_rank = True
 
 
 # ------------------------------------------------------------------------------------------------------ save
@@ -56,8 +54,8 @@ def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], ke
     """
     folder = Path(folder)
     parallel = learner.parallel
-    target = folder / _free_name(folder, step)
-    partial = folder / f".saving-{target.name}"
+    target = folder / files.free_name(folder, step)
+    partial = folder / f"{files.SAVING}{target.name}"
     state = {
         "format": FORMAT,
         "step": step,
@@ -71,24 +69,26 @@ def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], ke
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(".saving-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        files.clear_unfinished(folder)
         partial.mkdir()
 
     def finish() -> None:
-        _write(partial / "state.json", text)
-        _flush(partial)
+        files.write(partial / "state.json", text)
+        written = {name: digest for part in parts for name, digest in part.items()}
+        files.write_sums(partial, written | files.digests([partial / "state.json", partial / ".metadata"]))
+        files.flush(partial)
         partial.rename(target)
-        _flush(folder)
-        _write(folder / ".latest", target.name + "\n")
+        files.flush(folder)
+        files.write(folder / ".latest", target.name + "\n")
         (folder / ".latest").replace(folder / "latest")
-        _flush(folder)
-        _prune(folder, keep)
+        files.flush(folder)
+        files.prune(folder, keep)
 
     try:
         with _one_line(f"checkpoint {target} cannot be written"):
             parallel.run_on_main(begin)
             dcp.save(learner.state_dict(), storage_writer=FileSystemWriter(partial), no_dist=parallel.world_size == 1)
+            parts = parallel.run_everywhere(lambda: files.digests(partial.glob(f"__{parallel.rank}_*.distcp")))
             parallel.run_on_main(finish)
     except CheckpointError:
         if parallel.is_main:
@@ -97,66 +97,12 @@ def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], ke
     return target
 
 
-def _free_name(folder: Path, step: int) -> str:
-    """``step_000025``, or with a suffix where a finished checkpoint has that name."""
-    name, again = f"step_{step:06d}", 0
-    while (folder / name).exists():
-        again += 1
-        name = f"step_{step:06d}-{again}"
-    return name
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file through to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush(folder: Path) -> None:
-    """Make renames and new entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints; never the one that ``latest`` names."""
-    current = latest(folder)
-    for old in _finished(folder)[:-keep]:
-        if old != current:
-            aside = folder / f".saving-{old.name}"  # renamed first, so that a kill half-way leaves no half checkpoint
-            old.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-
-
 # ------------------------------------------------------------------------------------------------------ resume
-
-
-def _finished(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
-    found = []
-    for path in folder.glob("step_*"):
-        match = _FOLDER.fullmatch(path.name)
-        if match and (path / "state.json").is_file() and (path / ".metadata").is_file():
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for _, _, path in sorted(found)]
 
 
 def latest(folder: Path) -> Path | None:
     """The checkpoint to resume from: the one ``latest`` names, else the newest complete one; None if there is none."""
-    folder = Path(folder)
-    finished = _finished(folder)
-    try:
-        named = folder / (folder / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        named = None
-    if named in finished:
-        return named
-    return finished[-1] if finished else None
+    return next(iter(files.candidates(Path(folder))), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +111,54 @@ class Restored:
 
     step: int
     extra: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+    """Newer checkpoints that could not be used, one line each."""
 
 
 def restore(folder: Path, learner: Learner) -> Restored | None:
-    """Load the newest checkpoint under ``folder`` into ``learner``; None if there is none. Collective, any number of ranks.
+    """Load the newest sound checkpoint under ``folder`` into ``learner``; None if there is none. Collective, any number of ranks.
+
+    A checkpoint whose files are not as they were written is passed over for the one before it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+        CheckpointError: every checkpoint is damaged, or the newest sound one belongs to another model.
     """
-    newest = learner.parallel.broadcast_json(str(latest(folder) or "") if learner.parallel.is_main else None)
-    if not newest:
-        return None
-    path = Path(newest)
-    state = read_state(path)
-    _check_model(path, state["parameters"], _shapes(learner))
+    parallel = learner.parallel
+    damaged: list[str] = []
+    for name in parallel.broadcast_json([str(path) for path in files.candidates(Path(folder))] if parallel.is_main else None):
+        path = Path(name)
+        try:
+            state = _sound_state(path, learner)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        _check_model(path, state["parameters"], _shapes(learner))
+        with _one_line(f"checkpoint {path} cannot be read"):
+            dcp.load(learner.state_dict(), storage_reader=SafeReader(path), no_dist=parallel.world_size == 1)
+            learner.load_counters(state["learner"])
+        return Restored(state["step"], state["extra"], tuple(damaged))
+    if damaged:
+        raise CheckpointError(damaged[0])
+    return None
+
+
+def _sound_state(path: Path, learner: Learner) -> dict[str, Any]:
+    """``state.json`` of a checkpoint whose files are all as they were written; every rank checks a share of them. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when any of them finds a fault.
+    """
+    parallel = learner.parallel
+    states: list[dict[str, Any]] = []
+
+    def check() -> None:
+        files.check_sums(path, parallel.rank, parallel.world_size)
+        states.append(read_state(path))
+        SafeReader(path).read_metadata()  # by itself: torch would print a traceback before it raises
+
     with _one_line(f"checkpoint {path} cannot be read"):
-        _Reader(path).read_metadata()  # first by itself: torch would print a traceback before it raises
-        dcp.load(learner.state_dict(), storage_reader=_Reader(path), no_dist=learner.parallel.world_size == 1)
-        learner.load_counters(state["learner"])
-    return Restored(state["step"], state["extra"])
+        parallel.run_everywhere(check)
+    return states[0]
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -213,42 +188,6 @@ def _check_model(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str
         raise CheckpointError(f"checkpoint {path} belongs to another model: it has {surplus} {saved[surplus]}, the model has not")
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of torch.distributed.checkpoint and refuses anything else."""
-
-    RECORDS = frozenset(
-        (module, name)
-        for module, names in {
-            "torch.distributed.checkpoint.metadata": (
-                "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata "
-                "StorageMeta _MEM_FORMAT_ENCODING"
-            ),
-            "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-            "torch.serialization": "_get_layout",
-            "torch": "Size",
-            "pathlib": "PosixPath WindowsPath",
-            "pathlib._local": "PosixPath WindowsPath",
-        }.items()
-        for name in names.split()
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index needs")
-
-
-class _Reader(FileSystemReader):
-    """torch's reader with the index read safely."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
     """Turn whatever reading or writing a checkpoint raises into one line: ``what (why)``."""
@@ -256,6 +195,8 @@ def _one_line(what: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
+    except CheckpointError:
+        raise
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{what} ({_reason(cause)})") from None

@@ -26,8 +26,9 @@ def main() -> None:
     except BrokenPipeError:  # nobody reads standard output any more; nothing else is piped
         pass
     except (ValueError, OSError) as error:
-        with contextlib.suppress(OSError):
-            print(f"headrace: {error}", file=sys.stderr)
+        if _speaks(error):
+            with contextlib.suppress(OSError):
+                print(f"headrace: {error}", file=sys.stderr)
     except SystemExit as end:
         status = end.code
     if status == _STOPPED:
@@ -35,6 +36,11 @@ def main() -> None:
             print("headrace: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
     _flush()
     sys.exit(status)  # type: ignore[arg-type]
+
+
+def _speaks(error: Exception) -> bool:
+    """Whether this process tells the user: what every rank of ``torchrun`` raises alike comes from rank 0 alone."""
+    return os.environ.get("RANK", "0") == "0" or not getattr(error, "on_every_rank", False)
 
 
 def _flush() -> None:

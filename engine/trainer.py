@@ -111,6 +111,8 @@ def _resume(parts: Parts) -> int:
     if restored is None:
         parts.journal.start()
         return 0
+    for fault in restored.damaged:
+        parts.journal.warn(f"{fault}; an older one is taken")
     parts.version = restored.step
     if parts.rollouts is not None:
         parts.rollouts.controller.ledger.restore(restored.extra.get("ledger"))

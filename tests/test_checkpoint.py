@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace import checkpoint
+from headrace import checkpoint_files as files
 from headrace.checkpoint import CheckpointError
 from headrace.encoding import Encoder
 from headrace.policy.score import packed_rows
@@ -82,16 +85,16 @@ def test_the_newest_stay_and_latest_names_the_last(learner, tmp_path):
 
 def test_a_half_written_checkpoint_is_never_taken(learner, tmp_path):
     whole = checkpoint.save(tmp_path, 1, learner, {"step": 1})
-    for name, leave in (("step_000002", "state.json"), ("step_000003", ".metadata")):
+    for name, leave in (("step_000002", "state.json"), ("step_000003", ".metadata"), ("step_000004", files.SUMS)):
         shutil.copytree(whole, tmp_path / name)
         (tmp_path / name / leave).unlink()
-    (tmp_path / ".saving-step_000004").mkdir()
+    (tmp_path / ".saving-step_000005").mkdir()
     (tmp_path / "latest").write_text("step_000003\n")
     assert checkpoint.latest(tmp_path) == whole
     assert checkpoint.restore(tmp_path, learner).step == 1
     (tmp_path / "latest").unlink()
     assert checkpoint.latest(tmp_path) == whole
-    checkpoint.save(tmp_path, 5, learner, {})
+    checkpoint.save(tmp_path, 6, learner, {})
     assert not list(tmp_path.glob(".saving-*"))
 
 
@@ -106,6 +109,33 @@ def test_a_damaged_checkpoint_is_one_line(learner, tmp_path):
         checkpoint.restore(tmp_path, learner)
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", files.SUMS])
+def test_one_flipped_bit_is_found_and_the_checkpoint_before_it_is_taken(model, learner, tmp_path, name):
+    """Bits that torch would load without a word: the weights themselves, the index, our own state, the digests."""
+    for step in (1, 2):
+        learner.update(random_batch(step, learner.config.loss))
+        path = checkpoint.save(tmp_path, step, learner, {"step": step})
+        if step == 1:
+            first = state(learner)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    resumed = make_learner(make_config(model))
+    restored = checkpoint.restore(tmp_path, resumed)
+    assert (restored.step, restored.extra, resumed.updates) == (1, {"step": 1}, 1)
+    assert same(first, state(resumed))
+    (line,) = restored.damaged
+    assert re.fullmatch(rf"checkpoint {path} cannot be read \(.+{files.SUMS}\)", line)
+    shutil.rmtree(tmp_path / "step_000001")
+    with pytest.raises(CheckpointError, match=rf"^checkpoint {path} cannot be read"):
+        checkpoint.restore(tmp_path, resumed)
+
+
+def test_coreutils_agrees_with_the_digests(learner, tmp_path):
+    path = checkpoint.save(tmp_path, 1, learner, {})
+    assert subprocess.run(["sha256sum", "--check", "--quiet", files.SUMS], cwd=path, check=False).returncode == 0
+
+
 def test_an_index_that_would_run_code_is_refused(learner, tmp_path):
     class Trap:
         def __reduce__(self):
@@ -113,6 +143,7 @@ def test_an_index_that_would_run_code_is_refused(learner, tmp_path):
 
     path = checkpoint.save(tmp_path, 1, learner, {})
     (path / ".metadata").write_bytes(pickle.dumps(Trap()))
+    files.write_sums(path, files.digests(file for file in path.iterdir() if file.name != files.SUMS))  # whoever doctors one doctors both
     with pytest.raises(CheckpointError, match=r"its index names .* which no index needs"):
         checkpoint.restore(tmp_path, learner)
     assert not (tmp_path / "ran").exists()
@@ -127,7 +158,7 @@ def test_a_failed_save_is_one_line_and_costs_no_checkpoint(learner, tmp_path, mo
     def fail(*_args, **_options):
         raise fault
 
-    monkeypatch.setattr(*{"mkdir": (Path, "mkdir"), "rename": (Path, "rename"), "fsync": (checkpoint.os, "fsync")}[call], fail)
+    monkeypatch.setattr(*{"mkdir": (Path, "mkdir"), "rename": (Path, "rename"), "fsync": (os, "fsync")}[call], fail)
     with pytest.raises(CheckpointError, match=rf"^checkpoint {tmp_path}/step_000002 cannot be written \({fault.strerror}\)$"):
         checkpoint.save(tmp_path, 2, learner, {})
     monkeypatch.undo()

@@ -6,9 +6,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"records", "config", "schedule", "streams", "encoding", "media", "torchvision_ops", "ranges"}
+GROUND = {"records", "config", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
-SECOND = {"controller", "trainer", "assembly", "starting_model", "run_folder", "evaluation", "checkpoint", "interrupt", "profiling"}
+SECOND = {
+    "controller",
+    "trainer",
+    "assembly",
+    "starting_model",
+    "run_folder",
+    "evaluation",
+    "checkpoint",
+    "checkpoint_files",
+    "checkpoint_reader",
+    "interrupt",
+    "profiling",
+}
 TOP = {"commands", "cli", "__main__"}
 
 

@@ -31,6 +31,12 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # Linux: signal the process when its parent ends
 
 
+class EchoError(ValueError):
+    """Another rank failed; that one tells the user."""
+
+    on_every_rank = True
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """This process among the learner ranks."""
@@ -68,6 +74,15 @@ class Parallel:
         """Rank 0's JSON value on every rank."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_main else None))
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value on every rank, in rank order."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.gather_rows(torch.tensor([len(payload)])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(payload)] = payload
+        rows = self.gather_rows(padded)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
     def broadcast_batch(self, batch: StepBatch | None) -> StepBatch:
         """Rank 0's batch on every rank; the others pass None."""
         if self.world_size == 1:
@@ -79,7 +94,7 @@ class Parallel:
         """Run ``action`` on rank 0 while the others wait; if it fails, every rank fails, instead of waiting for ever.
 
         Raises:
-            Exception: what the action raised, on rank 0; a ValueError with its text elsewhere.
+            Exception: what the action raised, on rank 0; an EchoError with its text elsewhere.
         """
         failure: Exception | None = None
         if self.is_main:
@@ -91,7 +106,27 @@ class Parallel:
         if failure is not None:
             raise failure
         if text is not None:
-            raise ValueError(f"rank 0 failed: {text}")
+            raise EchoError(f"rank 0 failed: {text}")
+
+    def run_everywhere(self, action: Callable[[], T]) -> list[T]:
+        """Run ``action`` on every rank and hand all of them the results, which are JSON, in rank order; if one fails, all fail.
+
+        Raises:
+            Exception: what the action raised, on ranks where it did; elsewhere an EchoError with the text of the first that failed.
+        """
+        failure: Exception | None = None
+        result = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        outcomes = self.gather_json([None if failure is None else str(failure), result if failure is None else None])
+        if failure is not None:
+            raise failure
+        for rank, (text, _) in enumerate(outcomes):
+            if text is not None:
+                raise EchoError(f"rank {rank} failed: {text}")
+        return [value for _, value in outcomes]
 
 
 def of_policy(policy: nn.Module) -> Parallel:

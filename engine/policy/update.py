@@ -28,6 +28,8 @@ from headrace.records import StepBatch
 class NonFiniteError(ValueError):
     """The loss or the gradient is not finite; no step was taken."""
 
+    on_every_rank = True
+
 
 def policy_spec(loss: LossConfig) -> PolicySpec:
     """The kernel's specification of a configured loss."""
