@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from headrace import pixels
 from headrace.records import Media
 
 CACHE_BYTES = 1 << 31
 """Patches kept in memory; a 140-frame clip at 50,000 pixels a frame takes 84 MB, and the newest item always stays."""
+
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class LoadedMedia:
     """``pixel_values`` and ``image_grid_thw``, or ``pixel_values_videos``, ``video_grid_thw`` and what else positions need."""
     placeholder: str
     """Text that stands for it in the prompt: one pad token per visual feature, with time stamps if the model wants them."""
+    unchanged: bool = False
+    """Its degradation left every pixel as it was."""
 
     @property
     def bytes(self) -> int:
@@ -53,8 +58,8 @@ class MediaLoader:
         if media in self._cache:
             self._cache.move_to_end(media)
             return self._cache[media]
-        load: Callable[[Media], LoadedMedia] = self._image if media.kind == "image" else self._video
-        loaded = load(media)
+        plain: Callable[[Media], LoadedMedia] = self._image if media.kind == "image" else self._video
+        loaded = plain(media) if media.intervention is None else self._degraded(media)
         self._cache[media] = loaded
         self._room -= loaded.bytes
         while self._room < 0 and len(self._cache) > 1:
@@ -69,10 +74,27 @@ class MediaLoader:
                 parts.setdefault(name, []).append(tensor)
         return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
+    def pictures(self, media: Media) -> list[Image.Image]:
+        """What the policy sees of the item, degraded or not: one picture, or the frames of a clip."""
+        return pixels.pictures(self.load(media).tensors[_PIXELS[media.kind]], self._layout(media), still=media.kind == "image")
+
+    def _layout(self, media: Media) -> pixels.PatchLayout:
+        processor = self.processor.image_processor if media.kind == "image" else self.processor.video_processor
+        return pixels.PatchLayout(processor, self.load(media).tensors[f"{media.kind}_grid_thw"][0].tolist())
+
+    def _degraded(self, media: Media) -> LoadedMedia:
+        """The item under its intervention: other pixels, everything else as in the original."""
+        assert media.intervention is not None
+        plain = replace(media, intervention=None)
+        original, name = self.load(plain), _PIXELS[media.kind]
+        before = original.tensors[name]
+        after = pixels.degrade(before, self._layout(plain), media.intervention, still=media.kind == "image")
+        return replace(original, tensors={**original.tensors, name: after}, unchanged=torch.equal(before, after))
+
     def _image(self, media: Media) -> LoadedMedia:
-        pixels = _guarded(media, "image", lambda: _open_image(media.path))
+        picture = _guarded(media, "image", lambda: _open_image(media.path))
         processor = self.processor.image_processor
-        done = _guarded(media, "image", lambda: processor(images=[pixels], return_tensors="pt", **_pixel_limits(processor, media, 1)))
+        done = _guarded(media, "image", lambda: processor(images=[picture], return_tensors="pt", **_pixel_limits(processor, media, 1)))
         tensors = {name: done[name] for name in ("pixel_values", "image_grid_thw")}
         return LoadedMedia(tensors, self.processor.replace_image_token(done, 0))
 
