@@ -27,6 +27,16 @@ DENOMINATORS = {
     **{f"group/{name}": "group/n" for name in ("grad_first_wave", "grad_both", "pass_first_wave", "pass_all")},
     "cge/threshold_share": "cge/examined_n",
     "len/clipped_share": "reward/rollouts_n",
+    **{f"degen/{name}": f"degen/{name}_groups_n" for name in ("natural", "assembled", "pilot", "after_paqm")},
+    **{f"hsr/{name}": "hsr/groups_n" for name in ("quota_full", "created_degenerate")},
+    **{f"hsr/{name}": "hsr/places_n" for name in ("dup_share", "donated_share")},
+    "hsr/noise_share": "hsr/rollouts_n",
+    **{f"paqm/{name}": "paqm/questions_n" for name in ("distillation", "trivial", "impossible")},
+    **{f"paqm/{name}": "paqm/impossible_n" for name in ("perceptual", "cognitive", "reclaimed")},
+    "paqm/trivial_kept": "paqm/trivial_n",
+    "paqm/reclaimed_of_hinted": "paqm/hinted_n",
+    "paqm/control_reclaimed": "paqm/control_n",
+    "paqm/paired_reclaimed": "paqm/control_n",
     "mask/first_100": "mask/positions_n",
     "mask/beyond_400": "mask/positions_n",
     **{
@@ -215,6 +225,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
                 "reward/accuracy": [reward.accuracy for reward in rewards],
                 "reward/format": [reward.format for reward in rewards],
                 "len/mean": lengths,
+                "policy/path_entropy": _path_entropies(rollouts),
             }
         ),
         **_rates({"len/clipped_share": clipped}, len(rollouts)),
@@ -224,6 +235,11 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "reward/rollouts_n": float(len(rollouts)),
         "reward/unscored_n": float(len(rollouts) - len(rewards)),
     }
+
+
+def _path_entropies(rollouts: Iterable[Rollout]) -> list[float]:
+    """Length-normalised surprisal of every rollout that has one (paper 001, Eq. 1)."""
+    return [entropy for rollout in rollouts if (entropy := rollout.completion.path_entropy) is not None]
 
 
 def _advantages(groups: Sequence[Group]) -> list[float]:

@@ -120,6 +120,55 @@ SECOND_WAVE = (
         (Curve("cge/wave1_acc", "first wave", 1), Curve("cge/wave2_acc", "second wave", 2, 1)),
     ),
 )
+SELECTION = (
+    Panel(
+        "Path entropy",
+        "nats per token",
+        "zero",
+        "Mean surprisal of a response's own tokens, over all rollouts. A sustained fall is the policy collapsing.",
+        (Curve("policy/path_entropy", "path entropy", 1),),
+    ),
+    Panel(
+        "Groups without contrast",
+        "share of groups",
+        "share",
+        "Groups whose answers are all right or all wrong, as drawn and after selection.",
+        (
+            Curve("degen/natural", "as drawn", 1),
+            Curve("degen/assembled", "reassembled", 2, 1),
+            Curve("degen/pilot", "pilot rollouts", 3),
+            Curve("degen/after_paqm", "after query mining", 4, 1),
+        ),
+    ),
+    Panel(
+        "Reassembled groups",
+        "share",
+        "share",
+        "Groups whose structured places were all filled; places that repeat a rollout; surprising wrong rollouts, which leave the pool.",
+        (
+            Curve("hsr/quota_full", "quotas filled", 1),
+            Curve("hsr/dup_share", "repeats", 2, 1),
+            Curve("hsr/noise_share", "noise", 6, 2),
+        ),
+    ),
+    Panel(
+        "Zones of the questions",
+        "share of questions",
+        "share",
+        "By their pilot rollouts: all right is trivial, none right is impossible.",
+        (Curve("paqm/trivial", "trivial", 4), Curve("paqm/distillation", "in between", 1), Curve("paqm/impossible", "impossible", 2, 1)),
+    ),
+    Panel(
+        "Impossible questions reclaimed",
+        "share with a right answer",
+        "share",
+        "Drawn again under the hint, and, for those that were also drawn again without it, what a new try alone does.",
+        (
+            Curve("paqm/reclaimed_of_hinted", "with the hint", 1),
+            Curve("paqm/control_reclaimed", "control, without", 6, 1),
+        ),
+    ),
+)
 UPDATE = (
     Panel(
         "Clipped positions",

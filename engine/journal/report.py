@@ -91,6 +91,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
             "evaluations": panels.draw_evaluations(runs),
             "learning": panels.draw(panels.LEARNING, runs),
             "second_wave": panels.draw(panels.SECOND_WAVE, runs),
+            "selection": panels.draw(panels.SELECTION, runs),
             "update": panels.draw(panels.UPDATE, runs),
             "cost": panels.draw(panels.COST, runs),
         },
