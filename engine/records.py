@@ -237,6 +237,8 @@ class StepBatch:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """What could not train, by reason: ``unscored`` rollouts and ``empty`` responses have no row at all, tokens with a
     ``non_finite`` behaviour log-prob are outside ``loss_mask``."""
+    proximal_logprobs: Array | None = None  # [N] fp32
+    """Under the learner's weights before the batch's first step, where ratios are against those; set by the learner itself."""
 
 
 class EngineDown(RuntimeError):

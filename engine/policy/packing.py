@@ -82,6 +82,8 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
         temperature=sampling.temperature,
         media=tuple(prompts[place].question.media for place, _, _ in rows),
         prompts=np.array([place for place, _, _ in rows], dtype=np.int32),
+        questions=tuple(prompts[place].question.id for place, _, _ in rows),
+        claims=tuple(rollout.claims for _, rollout, _ in rows) if any(rollout.claims is not None for _, rollout, _ in rows) else (),
         version=max((int(rollout.completion.versions.max()) for _, rollout, _ in rows), default=0),
         left_out={"unscored": unscored, "empty": empty, "non_finite": int((~finite).sum())},
     )
@@ -145,9 +147,12 @@ def take_rows(batch: StepBatch, rows: Sequence[int] | Array) -> StepBatch:
     return replace(
         batch,
         **{name: getattr(batch, name)[flat] for name in per_token},
+        proximal_logprobs=None if batch.proximal_logprobs is None else batch.proximal_logprobs[flat],
         cu_seqlens=cu_seqlens.astype(np.int32),
         media=tuple(batch.media[row] for row in chosen),
         prompts=batch.prompts[chosen],
+        questions=tuple(batch.questions[row] for row in chosen) if batch.questions else (),
+        claims=tuple(batch.claims[row] for row in chosen) if batch.claims else (),
     )
 
 

@@ -5,12 +5,11 @@ Without ``torchrun`` there is one process, no process group and no sharding; the
 
 import ctypes
 import json
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.config import ModelConfig
 from headrace.policy.model import Policy
-from headrace.records import Media, StepBatch
+from headrace.records import StepBatch
+from headrace.wire import pack, unpack
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # Linux: signal the process when its parent ends
@@ -58,6 +58,14 @@ class Parallel:
         dist.all_gather(rows, vector)
         return torch.stack(rows)
 
+    def add_up(self, values: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' arrays of one shape; exact where all but one rank hold zeros."""
+        if self.world_size == 1:
+            return values
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        return total.numpy()
+
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank."""
         if self.world_size == 1:
@@ -88,7 +96,7 @@ class Parallel:
         if self.world_size == 1:
             assert batch is not None
             return batch
-        return unpack_batch(self.broadcast_bytes(pack_batch(batch) if batch is not None else None))
+        return unpack(self.broadcast_bytes(pack(batch) if batch is not None else None), StepBatch)
 
     def run_on_main(self, action: Callable[[], None]) -> None:
         """Run ``action`` on rank 0 while the others wait; if it fails, every rank fails, instead of waiting for ever.
@@ -230,36 +238,3 @@ def gather_full_weights(policy: nn.Module, target: nn.Module | None) -> None:
         full = full_tensor(parameter)
         if target is not None:
             wanted[name].copy_(full)
-
-
-# ------------------------------------------------------------------------------------------------------ batches as bytes
-
-_ARRAYS = tuple(item.name for item in fields(StepBatch) if item.name not in ("temperature", "media", "version", "left_out"))
-
-
-def pack_batch(batch: StepBatch) -> bytes:
-    """A batch as bytes: length of a JSON header, header, raw arrays. Nothing in it can run on arrival."""
-    arrays = [np.ascontiguousarray(getattr(batch, name)) for name in _ARRAYS]
-    header = {
-        "arrays": [(array.dtype.str, array.shape) for array in arrays],
-        "media": [[[media.kind, media.path, media.frames, media.max_pixels] for media in row] for row in batch.media],
-        "temperature": batch.temperature,
-        "version": batch.version,
-        "left_out": dict(batch.left_out),
-    }
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in arrays)
-
-
-def unpack_batch(payload: bytes) -> StepBatch:
-    """The batch that ``pack_batch`` wrote."""
-    start = 8 + int.from_bytes(payload[:8], "little")
-    header = json.loads(payload[8:start])
-    memory = bytearray(payload)  # writable, as torch wants it
-    arrays = {}
-    for name, (dtype, shape) in zip(_ARRAYS, header["arrays"], strict=True):
-        count = math.prod(shape)
-        arrays[name] = np.frombuffer(memory, dtype=dtype, count=count, offset=start).reshape(shape)
-        start += arrays[name].nbytes
-    media = tuple(tuple(Media(*item) for item in row) for row in header["media"])
-    return StepBatch(**arrays, media=media, temperature=header["temperature"], version=header["version"], left_out=header["left_out"])

@@ -21,9 +21,9 @@ from headrace.policy.packing import (
     split_batch,
     take_rows,
 )
-from headrace.policy.parallel import pack_batch, unpack_batch
 from headrace.policy.score import predicted
-from headrace.records import Media
+from headrace.records import Intervention, Media, StepBatch
+from headrace.wire import pack, unpack
 from tests.policy.learner_cases import SAMPLING, make_group, make_rollout, random_groups
 
 
@@ -161,9 +161,11 @@ def test_zero_variance_groups_stay_in_the_denominator_and_cost_no_gradient():
 def test_a_batch_survives_the_way_between_ranks():
     rng = np.random.default_rng(1)
     groups = random_groups(rng, 3)
-    groups[0] = make_group(groups[0].rollouts, groups[0].advantages, media=(Media("video", "ü.mp4", frames=4),))
+    media = (Media("video", "ü.mp4", frames=4, intervention=Intervention("blur", 2**64 - 1)),)
+    rollouts = [replace(rollout, claims=((0, 1),)) for rollout in groups[0].rollouts]
+    groups[0] = make_group(rollouts, groups[0].advantages, media=media)
     batch = build_batch(groups, LossConfig(), SAMPLING)
-    copy = unpack_batch(pack_batch(batch))
+    copy = unpack(pack(batch), StepBatch)
     for name in batch.__dataclass_fields__:
         ours, theirs = getattr(batch, name), getattr(copy, name)
         if isinstance(ours, np.ndarray):
@@ -172,7 +174,7 @@ def test_a_batch_survives_the_way_between_ranks():
         else:
             assert ours == theirs
     with pytest.raises(ValueError, match=r"."):
-        unpack_batch(pack_batch(batch)[:-8])
+        unpack(pack(batch)[:-8], StepBatch)
 
 
 # ------------------------------------------------------------------------------------------------------ plan

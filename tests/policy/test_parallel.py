@@ -16,7 +16,8 @@ from headrace import checkpoint
 from headrace.config import Config
 from headrace.policy import parallel as ranks
 from headrace.policy.packing import rows_with_gradient, schedule
-from headrace.policy.parallel import pack_batch
+from headrace.records import StepBatch
+from headrace.wire import pack, unpack
 from tests.policy.learner_cases import BANNED, make_config, make_learner, picture_batch, random_batch, tiny_model, tiny_vision_model
 
 RATE = {"learning_rate": 5e-4}  # Adam turns rounding noise in a gradient near zero into a share of the rate
@@ -28,7 +29,7 @@ def train(folder, name, config):
     """The run of one process on the batches that the ranks get."""
     learner = make_learner(config)
     paths = sorted(folder.glob(f"{name}-*.batch"))
-    return learner, [learner.update(ranks.unpack_batch(path.read_bytes())) for path in paths]
+    return learner, [learner.update(unpack(path.read_bytes(), StepBatch)) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def folder(tmp_path_factory):
                 if not pictures
                 else picture_batch(visual, number, config.loss)
             )
-            (folder / f"{name}-{number}.batch").write_bytes(pack_batch(batch))
+            (folder / f"{name}-{number}.batch").write_bytes(pack(batch))
     single, _ = train(folder, "plain", configs["plain"])
     checkpoint.save(folder / "single", STEPS, single, {"ledger": [1, 2]})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -97,7 +98,7 @@ def test_loss_and_gradient_do_not_depend_on_the_world_size(folder):
     learner = make_learner(ranks_config(folder, "split"))
     together = load_file(folder / "split.safetensors")
     for number in range(STEPS):
-        batch = ranks.unpack_batch((folder / f"split-{number}.batch").read_bytes())
+        batch = unpack((folder / f"split-{number}.batch").read_bytes(), StepBatch)
         plan = schedule(batch, rows_with_gradient(batch, False), 1, 10**6)[0]
         values, norm = learner._reduce([learner._run(batch, micro) for micro in plan], True)
         flat = [master.grad.flatten() for master in learner.optimizer.masters.values()]

@@ -16,6 +16,8 @@ from headrace.policy import parallel as ranks
 from headrace.policy.model import Policy
 from headrace.policy.packing import loss_weights, rows_with_gradient, schedule
 from headrace.policy.update import Learner
+from headrace.records import StepBatch
+from headrace.wire import unpack
 
 
 def make(folder: Path, name: str, parallel: ranks.Parallel) -> Learner:
@@ -27,7 +29,7 @@ def make(folder: Path, name: str, parallel: ranks.Parallel) -> Learner:
 def batches(folder: Path, name: str, parallel: ranks.Parallel):
     """The stored batches in order, read on rank 0 alone."""
     for path in sorted(folder.glob(f"{name}-*.batch")):
-        yield parallel.broadcast_batch(ranks.unpack_batch(path.read_bytes()) if parallel.is_main else None)
+        yield parallel.broadcast_batch(unpack(path.read_bytes(), StepBatch) if parallel.is_main else None)
 
 
 def weights(learner: Learner, parallel: ranks.Parallel) -> dict[str, torch.Tensor]:
