@@ -170,6 +170,18 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Hint:
+    """What a teacher wrote about a question, ahead of training; empty where there is nothing."""
+
+    caption: str = ""
+    """The picture in words, for a probe without it."""
+    visual: str = ""
+    """Decomposition of the picture: coordinates, shapes, counts."""
+    reasoning: str = ""
+    """One key step of the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mining:
     """What query mining found out about a question and did (paper 001, phase 0)."""
 
@@ -178,10 +190,12 @@ class Mining:
     """False for a trivial question that is down-sampled: its group does not train."""
     pilot: tuple[float, ...] = ()
     """Accuracies of the scored pilot rollouts."""
+    path_entropy: float | None = None
+    """Mean over the pilot rollouts, nats per token."""
     deficit: Literal["", "perceptual", "cognitive"] = ""
-    """Diagnosis of an impossible question; a question without a picture has no perception to fail."""
-    diagnosed: bool = False
-    """The deficit was told by a text-only probe."""
+    """Diagnosis of an impossible question for which there is a hint."""
+    probe: tuple[float, ...] = ()
+    """Accuracies of the text-only probe; empty where there is no picture, or no words for it."""
     outcome: Literal["", "hinted", "no_hint", "unusable_hint"] = ""
     """What became of an impossible question: drawn again under its hint, or left with its pilot rollouts."""
     hinted: tuple[float, ...] = ()
