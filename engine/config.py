@@ -3,6 +3,7 @@
 Unknown keys, wrong types and combinations that cannot work are refused with the file, the field and what is expected.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names the field and what is expected."""
+
+    on_every_rank = True
+    """All ranks read the same configuration, so one of them is enough to tell."""
 
 
 class Model(BaseModel):
@@ -378,6 +382,92 @@ class AdvantageConfig(Model):
     """Divide by the standard deviation; False is Dr. GRPO."""
 
 
+class RulesRouterConfig(Model):
+    kind: Literal["rules"] = "rules"
+    """Find claims by regular expressions: for synthetic vocabularies, and offline."""
+    patterns: tuple[str, ...] = Field(min_length=1)
+    """Each match is a claim; of a pattern with groups each group is one. The text starts with the think tag."""
+
+    @field_validator("patterns")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
+        return patterns
+
+
+class ServerRouterConfig(Model):
+    kind: Literal["server"]
+    """Ask a vision-language model behind an OpenAI-compatible server, which sees picture, question and response, and neither the
+    right answer nor the score."""
+    url: str = Field(pattern=r"^https?://[^/]")
+    """Base of the API, such as ``http://127.0.0.1:8000/v1``."""
+    model: str
+    """Name the server knows the model by."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key; None sends none."""
+    concurrency: int = Field(64, ge=1)
+    """Requests under way at once."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds one request may take."""
+    deadline: float = Field(180.0, gt=0)
+    """Seconds from a rollout's score until its claims must be there, waiting in line included; later its gates stay 1."""
+    max_tokens: int = Field(2048, ge=1)
+    """Tokens of one reply."""
+
+
+RouterConfig = Annotated[RulesRouterConfig | ServerRouterConfig, Field(discriminator="kind")]
+
+
+class VPPOConfig(Model):
+    """Credit for the tokens that depend on the picture (docs/credit.md)."""
+
+    fraction: float = Field(0.4, gt=0, le=1)
+    """Share of each response's tokens that enter the numerator."""
+    scale_floor: float = Field(0.9, gt=0, le=1)
+    """Factor on the advantages of the response that depends least; the mean factor is 1."""
+
+
+class PACGConfig(Model):
+    """Less positive credit for claims about the picture that persist without it (docs/credit.md)."""
+
+    margin: float = Field(0.05, ge=0)
+    """Claims whose log-prob falls by more than this beyond the rest of the response, in nats, keep all their credit."""
+    alpha: float = Field(10.0, ge=0)
+    """How fast a gate closes above that, per nat."""
+    floor: float = Field(0.30, ge=0, le=1)
+    """Smallest gate."""
+    form: Literal["A", "B", "C"] = "A"
+    """A max(floor, exp(-α u)), B floor + (1 - floor) exp(-α u), C max(floor, 1 - α u), u the nats above the margin."""
+    claims: Literal["routed", "every_token"] = "routed"
+    """``every_token`` makes each token its own claim, uncalibrated: the ablation without routing."""
+    calibrate: bool = True
+    """Take off what the rest of the response falls by; off is an ablation."""
+    positive_only: bool = True
+    """Gate positive advantages alone; off is an ablation."""
+    router: RouterConfig | None = None
+    """Who finds the claims."""
+
+    @model_validator(mode="after")
+    def _has_claims(self) -> "PACGConfig":
+        if (self.router is None) == (self.claims == "routed"):
+            raise ValueError("router finds the claims of claims = routed, which needs one; claims = every_token takes none")
+        return self
+
+
+class CreditConfig(Model):
+    """Credit by what a response owes to its picture; VPPO comes before PACG."""
+
+    intervention: Literal["patches", "blur", "noise", "grey"] = "patches"
+    """How the picture beside the original is degraded: patches of 14 pixels blackened with probability 0.5, Gaussian blur, Gaussian
+    noise, or all grey; fixed by the question's id."""
+    vppo: VPPOConfig | None = None
+    pacg: PACGConfig | None = None
+
+
 class LossConfig(Model):
     kind: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Surrogate. GSPO's sequence ratio wants clips of 3e-4 and 4e-4 and the normalisation ``sequence_mean``."""
@@ -395,9 +485,18 @@ class LossConfig(Model):
     """Estimator of that divergence."""
     entropy_coef: float = 0.0
     """Above 0 rewards entropy."""
+    surprisal_coef: float = Field(0.0, ge=0)
+    """Above 0 penalises the surprisal of drawn tokens, which lowers entropy (VPPO's term)."""
+    tis_cap: float | None = Field(None, gt=0)
+    """Truncated importance sampling: ratios are against the learner's log-probs before the batch's first step, and each token weighs
+    min(exp(those - the engine's), cap). Costs a forward pass."""
+    max_gap: float | None = Field(None, gt=0)
+    """Tokens whose log-probs of learner and engine differ by more, in nats, leave the numerator. Costs a forward pass."""
 
     @model_validator(mode="after")
     def _bounded_once(self) -> "LossConfig":
+        if self.entropy_coef > 0 and self.surprisal_coef > 0:
+            raise ValueError("loss.entropy_coef rewards entropy and loss.surprisal_coef lowers it; set one of the two")
         if self.kind == "cispo" and self.dual_clip is not None:
             raise ValueError("loss.dual_clip has no meaning for cispo, whose ratio is bounded already; leave it out")
         return self
@@ -470,6 +569,7 @@ class Config(Model):
     dynamic_sampling: DynamicSamplingConfig | None = None
     hsr: HSRConfig | None = None
     advantage: AdvantageConfig = AdvantageConfig()
+    credit: CreditConfig = CreditConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
