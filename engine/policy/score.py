@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headrace.kernels import linear_logprob
 from headrace.policy.model import PackedRows, Policy
-from headrace.policy.packing import micro_batches, take_rows
+from headrace.policy.packing import micro_batches, schedule, take_rows
+from headrace.policy.parallel import Parallel
 from headrace.records import Array, StepBatch
 
 IGNORED = -100
@@ -56,15 +57,33 @@ def teacher_forced(policy: Policy, rows: PackedRows, targets: Tensor, temperatur
 
 def score_batch(policy: Policy, batch: StepBatch, banned: Sequence[int], budget: int, device: torch.device) -> Scores:
     """Score every response token of a batch on this rank, in micro-batches of ``budget`` tokens."""
+    return _scored(policy, batch, micro_batches(batch, range(len(batch.prompts)), budget), banned, device)
+
+
+def score_on_all_ranks(policy: Policy, batch: StepBatch, banned: Sequence[int], budget: int, parallel: Parallel) -> Scores:
+    """The same with the rows dealt out over the ranks, each of which gets the whole result. Collective."""
+    plan = schedule(batch, np.zeros(len(batch.prompts), dtype=bool), parallel.world_size, budget)[parallel.rank]
+    mine = _scored(policy, batch, [micro.rows for micro in plan if not micro.filler], banned, parallel.device)
+    _scored(policy, batch, [micro.rows for micro in plan if micro.filler], banned, parallel.device)  # sharded layers gather on all ranks
+    return Scores(parallel.add_up(mine.logprobs), parallel.add_up(mine.entropies))
+
+
+def _scored(policy: Policy, batch: StepBatch, parts: Sequence[Sequence[int]], banned: Sequence[int], device: torch.device) -> Scores:
+    """Scores of the rows in ``parts``, a forward pass each; zero elsewhere."""
     logprobs, entropies = (np.zeros(len(batch.token_ids), dtype=np.float32) for _ in range(2))
-    for rows in micro_batches(batch, range(len(batch.prompts)), budget):
+    for rows in parts:
         part = take_rows(batch, rows)
         targets = torch.from_numpy(predicted_targets(part, part.response_mask)).to(device)
         scored = teacher_forced(policy, packed_rows(part, device), targets, batch.temperature, banned)
-        at = np.concatenate([np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in rows])[1:]
         for out, values in zip((logprobs, entropies), scored, strict=True):
-            out[at] = values[:-1].float().cpu().numpy()
+            place(out, batch, rows, values)
     return Scores(logprobs, entropies)
+
+
+def place(out: Array, batch: StepBatch, rows: Sequence[int], values: Tensor) -> None:
+    """Write ``values``, at the predicting positions of packed ``rows``, to the tokens of a batch's stream ``out`` [N]."""
+    at = np.concatenate([np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in rows])
+    out[at[1:]] = values[:-1].float().cpu().numpy()
 
 
 def frozen_copy(policy: Policy) -> Policy:

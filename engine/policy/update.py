@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from headrace.config import Config, LossConfig
-from headrace.kernels import Metric, PolicySpec, combine_metrics, empty_metrics, linear_policy_loss, raise_on_bad_labels, summarise_metrics
+from headrace.kernels import Metric, PolicySpec, combine_metrics, empty_metrics, linear_policy_loss, summarise_metrics
+from headrace.policy.gap import corrected, gap_metrics, needs_proximal
 from headrace.policy.model import PackedRows, Policy
 from headrace.policy.optimizer import Optimizer, learning_rate
 from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, take_rows
 from headrace.policy.parallel import Parallel, prepare
-from headrace.policy.score import IGNORED, frozen_copy, packed_rows, predicted, predicted_targets, teacher_forced
+from headrace.policy.score import (
+    IGNORED,
+    frozen_copy,
+    packed_rows,
+    place,
+    predicted,
+    predicted_targets,
+    score_on_all_ranks,
+    teacher_forced,
+)
 from headrace.ranges import span
 from headrace.records import StepBatch
 
@@ -41,6 +51,7 @@ def policy_spec(loss: LossConfig) -> PolicySpec:
         kl_coef=loss.kl_coef,
         kl_kind=loss.kl_kind,
         entropy_coef=loss.entropy_coef,
+        tis_cap=loss.tis_cap,
     )
 
 
@@ -72,11 +83,14 @@ class Learner:
 
         Raises:
             NonFiniteError: with ``learner.on_non_finite: stop``; weights and moments are as before the failed step.
+            ValueError: a response token is outside the vocabulary or banned.
         """
         started = time.perf_counter()
-        parts = self.config.learner.updates_per_batch
-        steps = [self._step(mini) for mini in split_batch(batch, parts, self.config.loss, self.config.sampling)]
-        metrics = _mean(steps)
+        self._check_labels(batch)
+        batch, gaps = self._correct(batch)
+        minis = split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)
+        steps = [self._step(mini, measure_gap=not gaps and mini is minis[0]) for mini in minis]
+        metrics = _mean(steps) | gaps
         metrics["learner/tokens"] = float(len(batch.token_ids))
         metrics["learner/rows"] = float(len(batch.prompts))
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
@@ -102,14 +116,37 @@ class Learner:
         self.updates = counters["updates"]
         self.optimizer.publish()
 
-    def _step(self, batch: StepBatch) -> dict[str, float]:
-        """One optimizer step."""
+    def _check_labels(self, batch: StepBatch) -> None:
+        """Refuse tokens that no policy could have drawn: on all ranks alike, before any of them waits for another."""
+        rows = self.policy.head_weight.shape[0]
+        tokens = batch.token_ids
+        bad = batch.response_mask & ((tokens < 0) | (tokens >= rows) | np.isin(tokens, self.banned_ids))
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            row = int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1
+            raise ValueError(f"batch: row {row} has response token {tokens[at]}, which is banned or not among the model's {rows} tokens")
+
+    def _correct(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float]]:
+        """The batch corrected for the gap between engine and learner, where that is configured; with what it took."""
+        if not needs_proximal(self.config.loss):
+            return batch, {}
+        started = time.perf_counter()
+        with span("proximal"):
+            budget = self.config.learner.micro_batch_tokens
+            scores = score_on_all_ranks(self.policy, batch, self.banned_ids, budget, self.parallel)
+        batch, metrics = corrected(batch, scores.logprobs, self.config.loss)
+        return batch, metrics | {"time/proximal": time.perf_counter() - started}
+
+    def _step(self, batch: StepBatch, measure_gap: bool = False) -> dict[str, float]:
+        """One optimizer step; with ``measure_gap`` the log-probs it forms anyway are compared with the engine's."""
         rate = learning_rate(self.updates, self.config.optimizer, self.config.run.steps * self.config.learner.updates_per_batch)
         self.updates += 1
         gradient = rows_with_gradient(batch, self.spec.has_regulariser)
-        plan = schedule(batch, gradient, self.parallel.world_size, self.config.learner.micro_batch_tokens)[self.parallel.rank]
+        plans = schedule(batch, gradient, self.parallel.world_size, self.config.learner.micro_batch_tokens)
+        plan = plans[self.parallel.rank]
         started = time.perf_counter()
-        measured = [self._run(batch, micro) for micro in plan]
+        logprobs: list[Tensor] = []
+        measured = [self._run(batch, micro, logprobs) for micro in plan]
         counted = [vector for vector, micro in zip(measured, plan, strict=True) if not micro.filler]
         values, norm = self._reduce(counted, bool(gradient.any()))
         ran = time.perf_counter()
@@ -117,12 +154,14 @@ class Learner:
         metrics = _named(values, response_tokens)
         if self.reference is not None and response_tokens:
             metrics["policy/reference_kl"] = float(values[Metric.REFERENCE_KL]) / response_tokens
+        if measure_gap:
+            metrics |= self._gap(batch, plan, logprobs)
         taken = self._take(metrics["loss"], norm, rate)
         return metrics | {
             "grad_norm": norm,
             "lr": rate,
             "learner/response_tokens": float(response_tokens),
-            "learner/micro_batches": float(sum(not micro.filler for micro in plan)),
+            "learner/micro_batches": float(sum(not micro.filler for plan in plans for micro in plan)),
             "learner/rows_without_gradient": float((~gradient).sum()),
             "learner/masked_tokens": float((batch.response_mask & ~batch.loss_mask).sum()),
             "learner/skipped_steps": float(not taken),
@@ -130,8 +169,11 @@ class Learner:
             "time/optimizer": time.perf_counter() - ran,
         }
 
-    def _run(self, batch: StepBatch, micro: MicroBatch) -> Tensor:
-        """Forward and, where asked, backward of one micro-batch; its metrics, loss and entropy sum [len(Metric) + 2]."""
+    def _run(self, batch: StepBatch, micro: MicroBatch, logprobs: list[Tensor] | None = None) -> Tensor:
+        """Forward and, where asked, backward of one micro-batch; its metrics, loss and entropy sum [len(Metric) + 2].
+
+        Its log-probs are added to ``logprobs``.
+        """
         part = take_rows(batch, micro.rows)
         if micro.filler:
             part = replace(part, loss_mask=np.zeros_like(part.loss_mask), loss_weight=np.zeros_like(part.loss_weight))
@@ -142,7 +184,17 @@ class Learner:
         if micro.gradient:
             with span("backward"):
                 loss.backward()
+        if logprobs is not None:
+            logprobs.append(head.logprobs)
         return vector
+
+    def _gap(self, batch: StepBatch, plan: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:
+        """How far the log-probs of this step's forward passes are from the engine's."""
+        new = np.zeros(len(batch.token_ids), dtype=np.float32)
+        for micro, values in zip(plan, logprobs, strict=True):
+            if not micro.filler:
+                place(new, batch, micro.rows, values)
+        return gap_metrics(batch, self.parallel.add_up(new))
 
     @span("reduce")
     def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
@@ -153,7 +205,6 @@ class Learner:
         total = _total(list(self.parallel.gather_rows(mine)))
         norm = self.optimizer.gradient_norm().to(device) if has_gradient else torch.zeros((), device=device)
         values = torch.cat([total, norm.reshape(1)]).cpu()
-        raise_on_bad_labels()
         return values[:-1], float(values[-1])
 
     @span("optimizer")
@@ -187,6 +238,11 @@ class _Head:
         streams = np.stack([part.old_logprobs, part.advantages, part.loss_weight, part.gates])
         self.old, self.advantages, self.weights, self.gates = torch.from_numpy(predicted(streams)).to(device, non_blocking=True)
         self.mask = torch.from_numpy(predicted(part.loss_mask)).to(device, non_blocking=True)
+        self.proximal = None
+        if part.proximal_logprobs is not None:
+            self.proximal = torch.from_numpy(predicted(part.proximal_logprobs)).to(device, non_blocking=True)
+        self.logprobs = torch.empty(0)
+        """[N] at the predicting positions, once the head has run."""
         self.reference = None
         if learner.reference is not None:
             with span("reference"):
@@ -197,6 +253,7 @@ class _Head:
         """Loss and metrics [len(Metric) + 2] from hidden [N, D] and head weight [V, D]."""
         result = self._loss(hidden, weight, self.learner.spec, self.targets, self.advantages, self.mask)
         loss, metrics = result.loss, result.metrics
+        self.logprobs = result.logprobs
         if self.learner.spec.has_regulariser and bool((self.part.response_mask & ~self.part.loss_mask).any()):
             # KL and entropy terms see every response token. Those outside the numerator get them from a call of their own, which keeps
             # their behaviour log-probs, under another distribution, out of the ratio metrics.
@@ -224,6 +281,7 @@ class _Head:
             gates=self.gates,
             mask=mask,
             ref_logprobs=self.reference,
+            proximal_logprobs=self.proximal,
             cu_seqlens=self.rows.cu_seqlens,
             temperature=self.part.temperature,
             ignore_index=IGNORED,
