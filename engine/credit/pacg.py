@@ -6,11 +6,16 @@ less of the advantage flows through it. What falls or rises in the whole respons
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from headrace.records import Array
+from headrace.config import PACGConfig
+from headrace.credit.pacg_metrics import Judged, measure
+from headrace.credit.responses import degraded_media, rows_where, spans
+from headrace.pixels import Kind
+from headrace.records import Array, Media, Scores, StepBatch
 
 SHIFT_LIMIT = 20.0  # nats; clamp of the change of one token, as in VPPO's code
 
@@ -96,3 +101,62 @@ def token_gates(
         places = np.asarray(claim, dtype=np.int64)
         gates[places] = np.minimum(gates[places], value)
     return gates
+
+
+class PACG:
+    """The credit rule: gates on the positive advantages of claims that persist (``records.CreditRule``).
+
+    Applied by the loss, once and as constants. ``positive_only: false`` multiplies the advantages instead, of both signs.
+    """
+
+    def __init__(self, config: PACGConfig, intervention: Kind) -> None:
+        self.config, self.intervention = config, intervention
+
+    def wanted(self, batch: StepBatch) -> list[tuple[Media, ...]]:
+        """Responses with claims and an advantage that a gate could change."""
+        claims = batch.claims or [None] * len(batch.media)
+        judged = np.array([self.config.claims == "every_token" or bool(spans) for spans in claims], dtype=bool)
+        return degraded_media(batch, judged & self._concerned(batch), self.intervention)
+
+    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+        """The batch with ``gates``, or with other ``advantages`` where both signs are gated."""
+        judged = self._judge(batch, scores)
+        gates = np.ones(len(batch.token_ids))
+        for row in judged:
+            for value, claim in zip(row.gates, row.claims, strict=True):
+                places = row.span.start + claim
+                gates[places] = np.minimum(gates[places], value)
+        measured = measure(batch, scores, judged, gates, self._concerned(batch), self.config)
+        refined = replace(batch, measured={**batch.measured, **measured})
+        if self.config.positive_only:
+            return replace(refined, gates=gates.astype(np.float32))
+        return replace(refined, advantages=batch.advantages * gates.astype(np.float32))
+
+    def _concerned(self, batch: StepBatch) -> Array:
+        """[B] bool: rows whose advantages a gate could change."""
+        signed = batch.advantages > 0 if self.config.positive_only else batch.advantages != 0
+        return rows_where(batch, batch.response_mask & signed)
+
+    def _judge(self, batch: StepBatch, scores: Scores) -> list[Judged]:
+        assert scores.logprobs_cf is not None
+        config, found = self.config, []
+        concerned = scores.rows & self._concerned(batch)
+        for row, span in enumerate(spans(batch)):
+            claims = self._claims(batch, row, span)
+            if not concerned[row] or not claims:
+                continue
+            delta, _ = corrected_persistence(
+                scores.logprobs[span],
+                scores.logprobs_cf[span],
+                claims,
+                np.flatnonzero(~scores.own[span]),
+                calibrate=config.calibrate and config.claims == "routed",
+            )
+            found.append(Judged(span, delta, gate(delta, config.margin, config.alpha, config.floor, config.form), claims))
+        return found
+
+    def _claims(self, batch: StepBatch, row: int, span: slice) -> tuple[Array, ...]:
+        """Token positions of each claim of a response."""
+        if self.config.claims == "every_token":
+            return tuple(np.arange(span.stop - span.start)[:, None])
+        return tuple(np.arange(first, last) for first, last in (batch.claims[row] or ())) if batch.claims else ()

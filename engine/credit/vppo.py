@@ -4,11 +4,15 @@ The log-probs of a response are taken twice: with the picture, and with one whos
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
 
-from headrace.records import Array
+from headrace.config import VPPOConfig
+from headrace.credit.responses import degraded_media, rows_where, spans
+from headrace.pixels import Kind
+from headrace.records import Array, Media, Scores, StepBatch
 
 LOG_RATIO_LIMIT, DEPENDENCY_LIMIT = 20.0, 10.0  # clamps of the public code
 FLAT = 1e-6  # means whose range is no larger count as equal
@@ -55,3 +59,44 @@ def trajectory_scale(means: Sequence[float] | Array, floor: float = 0.9) -> Arra
     shares = (values - values.min()) / np.ptp(values)  # [N] in [0, 1]
     highest = floor + (1 - floor) / (shares.mean() + 1e-8)
     return floor + shares * (highest - floor)
+
+
+class VPPO:
+    """The credit rule: advantages scaled by response, numerator reduced to the tokens that depend most (``records.CreditRule``).
+
+    Responses without a picture, and those without an advantage, stay as they are and enter no statistic. All others of the
+    optimizer step share one scale, whichever ranks scored them.
+    """
+
+    def __init__(self, config: VPPOConfig, intervention: Kind) -> None:
+        self.config, self.intervention = config, intervention
+
+    def wanted(self, batch: StepBatch) -> list[tuple[Media, ...]]:
+        """Every response with an advantage."""
+        return degraded_media(batch, rows_where(batch, batch.response_mask & (batch.advantages != 0)), self.intervention)
+
+    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+        """The batch with scaled advantages and a smaller ``loss_mask``; denominators stay."""
+        assert scores.logprobs_cf is not None
+        every = dependency(scores.logprobs, scores.logprobs_cf)  # [N]
+        scored = scores.rows & rows_where(batch, batch.response_mask & (batch.advantages != 0))
+        places = [span for span, row in zip(spans(batch), scored, strict=True) if row and np.isfinite(every[span]).all()]
+        if not places:
+            return batch
+        advantages, loss_mask = batch.advantages.copy(), batch.loss_mask.copy()
+        selected, counted = (np.zeros(len(every), dtype=bool) for _ in range(2))
+        scales = trajectory_scale([every[span].mean() for span in places], self.config.scale_floor)
+        for span, scale in zip(places, scales, strict=True):
+            selected[span] = select_tokens(every[span], self.config.fraction)
+            counted[span] = True
+            loss_mask[span] &= selected[span]
+            advantages[span] *= np.float32(scale)
+        measured = {
+            "vppo/dependency": float(every[counted].mean()),
+            "vppo/dependency_selected": float(every[selected].mean()),
+            "vppo/scale_min": float(scales.min()),
+            "vppo/scale_max": float(scales.max()),
+        }
+        if (counted & ~selected).any():
+            measured["vppo/dependency_unselected"] = float(every[counted & ~selected].mean())
+        return replace(batch, advantages=advantages, loss_mask=loss_mask, measured={**batch.measured, **measured})
