@@ -72,7 +72,7 @@ def load_rows(path: str | Path, bad_rows: Literal["skip", "stop"] = "skip", *, r
     questions: list[Question] = []
     skipped: Counter[str] = Counter()
     problems: list[str] = []
-    for number, row in _rows(path):
+    for number, row in read_rows(path):
         try:
             questions.append(reader.question(number, row))
         except RowError as error:
@@ -97,7 +97,7 @@ def load_rows(path: str | Path, bad_rows: Literal["skip", "stop"] = "skip", *, r
 # ------------------------------------------------------------------------------------------------------------- the file
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of every row; a line that is no JSON arrives as the RowError that says so."""
     try:
         if path.suffix == ".parquet":

@@ -1,6 +1,6 @@
 """Groups without contrast: how many there are, and how many chance alone would make (SPEC 5.5; paper 001, Eq. 4)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import fsum
 
 from headrace.records import Group
@@ -24,9 +24,13 @@ def degenerate(results: Sequence[float]) -> bool:
 def share_metrics(name: str, groups: Iterable[Sequence[float]]) -> dict[str, float]:
     """``degen/NAME``: the share of groups whose outcomes are all equal, with its counts; groups without outcomes do not count."""
     scored = [results for results in groups if results]
-    count = sum(map(degenerate, scored))
-    metrics = {f"degen/{name}_n": float(count), f"degen/{name}_groups_n": float(len(scored))}
-    return {**metrics, f"degen/{name}": count / len(scored)} if scored else metrics
+    return {f"degen/{name}_groups_n": float(len(scored)), **rates({f"degen/{name}": sum(map(degenerate, scored))}, len(scored))}
+
+
+def rates(counts: Mapping[str, int], total: int) -> dict[str, float]:
+    """Counts under ``NAME_n`` and, where there is anything to share, their shares of ``total`` under ``NAME``."""
+    shares = {name: count / total for name, count in counts.items()} if total else {}
+    return {f"{name}_n": float(count) for name, count in counts.items()} | shares
 
 
 def expected_share(groups: Iterable[Sequence[float]]) -> float | None:

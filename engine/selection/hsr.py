@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.config import HSRConfig
 from headrace.records import Array, Group, Rollout
-from headrace.selection.degenerate import degenerate, expected_share, outcomes, share_metrics
+from headrace.selection.degenerate import degenerate, expected_share, outcomes, rates, share_metrics
 from headrace.streams import stream
 
 T = TypeVar("T")
@@ -260,16 +260,9 @@ def _metrics(pools: Sequence[_Pool], classes: Sequence[Sequence[Class]], made: S
         "hsr/places_n": float(places),
         "hsr/excluded_n": float(sum(len(pool.group.rollouts) - len(pool.rollouts) for pool in pools)),
         "hsr/rescued_n": float(sum(each.rescued for each in made)),
-        "hsr/noise_share": counts["noise"] / rollouts,
-        **_shares({"hsr/quota_full": budget.count(0), "hsr/created_degenerate": lost}, len(made)),
+        **rates({"hsr/noise_share": counts["noise"]}, rollouts),
+        **rates({"hsr/quota_full": budget.count(0), "hsr/created_degenerate": lost}, len(made)),
         **({"hsr/short_mean": fsum(budget) / len(made)} if made else {}),
-        **_shares({"hsr/dup_share": repeats, "hsr/donated_share": donated}, places),
+        **rates({"hsr/dup_share": repeats, "hsr/donated_share": donated}, places),
         **({} if theory is None else {"degen/expected": theory}),
     }
-
-
-def _shares(counts: Mapping[str, int], total: int) -> dict[str, float]:
-    """Counts under ``_n`` and, where there is anything, their shares."""
-    return {f"{name}_n": float(count) for name, count in counts.items()} | (
-        {name: count / total for name, count in counts.items()} if total else {}
-    )
