@@ -1,0 +1,1 @@
+"""Weights to the engines: gathered, bucketed, sent, checked."""
