@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from headrace import checkpoint_files as files
 from headrace.checkpoint_reader import SafeReader
 from headrace.encoding import Encoder
+from headrace.policy.adapters import named_weights
 from headrace.policy.model import Policy
 from headrace.policy.parallel import full_tensor, of_policy
 from headrace.policy.update import Learner
@@ -245,14 +246,20 @@ def export(policy: Policy, encoder: Encoder, directory: Path) -> Path:
 
 
 def _model_weights(model: torch.nn.Module, wanted: bool) -> dict[str, torch.Tensor]:
-    """The model's state dict with whole tensors in the model's dtype, tied names sharing one tensor; empty unless ``wanted``."""
+    """The model's state dict with whole tensors in the model's dtype, adapters merged, tied names sharing one tensor.
+
+    Empty unless ``wanted``.
+    """
     gathered: dict[int, torch.Tensor] = {}
     weights = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in gathered:
+    for name, tensor in named_weights(model):
+        whole = gathered.get(id(tensor))
+        if whole is None:
             whole = full_tensor(tensor)
             if whole.is_floating_point():
                 whole = whole.to(model.config.dtype or whole.dtype)
-            gathered[id(tensor)] = whole.cpu() if wanted else whole.new_empty(0)
-        weights[name] = gathered[id(tensor)]
+            whole = whole.cpu() if wanted else whole.new_empty(0)
+        weights[name] = whole
+        if isinstance(tensor, torch.nn.Parameter):  # lives on, so its id is its own; a merged layer is gone after this turn
+            gathered[id(tensor)] = whole
     return weights if wanted else {}

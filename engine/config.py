@@ -96,6 +96,19 @@ class GGUFModel(Model):
 ModelSource = Annotated[DirectoryModel | ScratchTextModel | ScratchVisionModel | GGUFModel, Field(discriminator="kind")]
 
 
+class LoRAConfig(Model):
+    """Train low-rank adapters beside the decoder's frozen linear layers; needs the extra ``lora``."""
+
+    rank: int = Field(16, ge=1)
+    """Inner dimension of an adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter's output counts alpha / rank times."""
+    layers: tuple[str, ...] = ()
+    """Names of linear layers that get one, e.g. ``q_proj``; empty takes all of the decoder."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of the adapters' first weights."""
+
+
 class ModelConfig(Model):
     source: ModelSource
     """Where the policy comes from."""
@@ -105,6 +118,19 @@ class ModelConfig(Model):
     """Train the vision tower; frozen, each picture is encoded once per group and step."""
     activation_checkpointing: bool = False
     """Recompute layer activations in the backward pass."""
+    lora: LoRAConfig | None = None
+    """Train adapters and freeze the rest; None trains everything."""
+    shard: int | None = Field(None, ge=1)
+    """Neighbouring learner ranks that share one copy of the weights, e.g. the GPUs of a node; there are ranks / shard copies. None
+    spreads one copy over all ranks."""
+    offload: bool = False
+    """Keep shards, gradients and optimizer state in the host's memory; the optimizer steps there."""
+
+    @model_validator(mode="after")
+    def _frozen_beside_adapters(self) -> "ModelConfig":
+        if self.lora is not None and self.train_vision:
+            raise ValueError("model.lora freezes everything but the decoder's adapters, so train_vision cannot be set with it")
+        return self
 
 
 class WarmStartConfig(Model):
@@ -518,6 +544,8 @@ class OptimizerConfig(Model):
     """Moment decay rates."""
     clip_norm: float = Field(1.0, gt=0)
     """Global gradient norm bound."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """Precision of AdamW's two moments; 8 bits need the extra ``scale`` (torchao) and take a quarter of the memory."""
 
 
 class LearnerConfig(Model):
@@ -525,6 +553,8 @@ class LearnerConfig(Model):
     """Tokens of one packed micro-batch; a longer single row gets a micro-batch of its own."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps per batch; the batch's groups are dealt out evenly."""
+    compile: bool = False
+    """Compile the decoder's layers with torch.compile; the first steps take longer."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient stops the run before the step is taken, or skips the step and counts it."""
 

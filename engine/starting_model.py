@@ -51,7 +51,7 @@ def starting_model(config: Config, questions: QuestionSet | None, device: torch.
         journal.say(f"warm start: cached in {directory}")
         return directory
     encoder = encoder_of(base, config)
-    policy = Policy.load(base, config.model.model_copy(update={"train_vision": True}), device)
+    policy = Policy.load(base, config.model.model_copy(update={"train_vision": True, "lora": None}), device)
     with journal.phase("warm start") as tick:
         warm_start(policy, encoder, config.warm_start, _traces(task, encoder, config.warm_start, config.run.seed), config.run.seed, tick)
     return once(directory, lambda part: export(policy, encoder, part))

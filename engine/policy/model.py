@@ -15,6 +15,7 @@ from headrace.config import ModelConfig
 from headrace.encoding import load_tokenizer
 from headrace.media import MediaLoader, media_loader
 from headrace.policy import attention
+from headrace.policy.adapters import add_adapters
 from headrace.policy.vision import Vision
 from headrace.records import Media, Prompt
 
@@ -58,12 +59,15 @@ class Policy(nn.Module):
 
         Raises:
             ValueError: no such model, weights missing from the files, or an architecture that packed rows would compute wrongly.
+            ConfigError: ``config.lora`` does not fit the model.
         """
         directory = Path(directory)
         _, added = load_tokenizer(directory)
         model: Any = _read_model(directory, getattr(torch, config.dtype))
         _check_packing(model, directory)
         add_rows(model, added)
+        if config.lora is not None:
+            add_adapters(model, config.lora)
         return cls(model.to(device), media_loader(directory), train_vision=config.train_vision)
 
     @property

@@ -17,13 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from headrace.config import ModelConfig
-from headrace.policy.model import Policy
 from headrace.records import StepBatch
 from headrace.wire import pack, unpack
 
@@ -179,46 +175,6 @@ def stop() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ model
-
-
-def prepare(policy: Policy, config: ModelConfig, parallel: Parallel) -> None:
-    """Activation checkpointing and, with several ranks, FSDP2; in place. Copies for a reference are taken before.
-
-    Every decoder layer is a unit; the root unit holds the rest: norm, embeddings and head (one tensor where tied) and
-    the vision tower, so that a micro-batch without pictures needs no collective of its own. Master weights and gradient
-    sums are fp32, layers compute in ``config.dtype``. Gradients are summed over ranks and not averaged, since the loss
-    weights are already global; they are reduced after every micro-batch, so that no rank ever holds a full gradient.
-    """
-    layers = policy.model.get_decoder().layers
-    if config.activation_checkpointing:
-        for layer in layers:
-            layer.forward = _recomputed(layer.forward)
-    if parallel.world_size == 1:
-        return
-    policy.to(torch.float32)
-    mesh = init_device_mesh(parallel.device.type, (parallel.world_size,))
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _recomputed(forward: Callable[..., T]) -> Callable[..., T]:
-    """``forward`` that keeps only its inputs and runs again in the backward pass.
-
-    Wrapping the method and not the module keeps parameter names, and keeps FSDP's hooks outside the recomputed region.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> T:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

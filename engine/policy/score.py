@@ -1,21 +1,30 @@
 """Teacher-forced passes: log-probs and entropies of given responses, without gradients."""
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels import linear_logprob
-from headrace.policy.model import PackedRows, Policy
+from headrace.policy.model import PackedRows
 from headrace.policy.packing import micro_batches, schedule, take_rows
 from headrace.policy.parallel import Parallel
 from headrace.records import Array, StepBatch
 
+T = TypeVar("T")
 IGNORED = -100
 """Target of a position whose next token is not a response token; the head skips it."""
+
+
+class PackedPolicy(Protocol):
+    """What runs packed rows: a policy, or a reference."""
+
+    def __call__(self, rows: PackedRows, head: Callable[[Tensor, Tensor], T], /) -> T:
+        """``head(hidden [N, D], head_weight [V, D])``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +59,19 @@ def predicted_targets(batch: StepBatch, chosen: Array) -> Array:
 
 
 @torch.no_grad()
-def teacher_forced(policy: Policy, rows: PackedRows, targets: Tensor, temperature: float, banned: Sequence[int]) -> tuple[Tensor, Tensor]:
+def teacher_forced(
+    policy: PackedPolicy, rows: PackedRows, targets: Tensor, temperature: float, banned: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [N] of ``targets``, at the predicting positions; 0 where the target is ``IGNORED``."""
     return policy(rows, lambda hidden, weight: linear_logprob(hidden, weight, targets, temperature, ignore_index=IGNORED, banned=banned))
 
 
-def score_batch(policy: Policy, batch: StepBatch, banned: Sequence[int], budget: int, device: torch.device) -> Scores:
+def score_batch(policy: PackedPolicy, batch: StepBatch, banned: Sequence[int], budget: int, device: torch.device) -> Scores:
     """Score every response token of a batch on this rank, in micro-batches of ``budget`` tokens."""
     return _scored(policy, batch, micro_batches(batch, range(len(batch.prompts)), budget), banned, device)
 
 
-def score_on_all_ranks(policy: Policy, batch: StepBatch, banned: Sequence[int], budget: int, parallel: Parallel) -> Scores:
+def score_on_all_ranks(policy: PackedPolicy, batch: StepBatch, banned: Sequence[int], budget: int, parallel: Parallel) -> Scores:
     """The same with the rows dealt out over the ranks, each of which gets the whole result. Collective."""
     plan = schedule(batch, np.zeros(len(batch.prompts), dtype=bool), parallel.world_size, budget)[parallel.rank]
     mine = _scored(policy, batch, [micro.rows for micro in plan if not micro.filler], banned, parallel.device)
@@ -68,7 +79,7 @@ def score_on_all_ranks(policy: Policy, batch: StepBatch, banned: Sequence[int], 
     return Scores(parallel.add_up(mine.logprobs), parallel.add_up(mine.entropies))
 
 
-def _scored(policy: Policy, batch: StepBatch, parts: Sequence[Sequence[int]], banned: Sequence[int], device: torch.device) -> Scores:
+def _scored(policy: PackedPolicy, batch: StepBatch, parts: Sequence[Sequence[int]], banned: Sequence[int], device: torch.device) -> Scores:
     """Scores of the rows in ``parts``, a forward pass each; zero elsewhere."""
     logprobs, entropies = (np.zeros(len(batch.token_ids), dtype=np.float32) for _ in range(2))
     for rows in parts:
@@ -84,10 +95,3 @@ def place(out: Array, batch: StepBatch, rows: Sequence[int], values: Tensor) -> 
     """Write ``values``, at the predicting positions of packed ``rows``, to the tokens of a batch's stream ``out`` [N]."""
     at = np.concatenate([np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in rows])
     out[at[1:]] = values[:-1].float().cpu().numpy()
-
-
-def frozen_copy(policy: Policy) -> Policy:
-    """The policy as it is now, for a reference that never learns. Taken before sharding and activation checkpointing."""
-    reference = copy.deepcopy(policy)
-    reference.requires_grad_(False)
-    return reference

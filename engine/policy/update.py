@@ -20,10 +20,10 @@ from headrace.policy.gap import corrected, gap_metrics, needs_proximal
 from headrace.policy.model import PackedRows, Policy
 from headrace.policy.optimizer import Optimizer, learning_rate
 from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, take_rows
-from headrace.policy.parallel import Parallel, prepare
+from headrace.policy.parallel import Parallel
+from headrace.policy.reference import reference_of
 from headrace.policy.score import (
     IGNORED,
-    frozen_copy,
     packed_rows,
     place,
     predicted,
@@ -31,6 +31,7 @@ from headrace.policy.score import (
     score_on_all_ranks,
     teacher_forced,
 )
+from headrace.policy.sharding import prepare
 from headrace.ranges import span
 from headrace.records import StepBatch
 
@@ -58,8 +59,8 @@ def policy_spec(loss: LossConfig) -> PolicySpec:
 class Learner:
     """The policy with its optimizer. Its whole state: weights, moments, ``updates``.
 
-    Built from the starting policy, before any checkpoint is restored: with a KL term the reference is a copy of the
-    weights at that moment. ``banned_ids`` leave every softmax, as they do in the sampler.
+    Built from the starting policy, before any checkpoint is restored: with a KL term the reference is the policy at that
+    moment. ``banned_ids`` leave every softmax, as they do in the sampler.
     """
 
     def __init__(self, policy: Policy, config: Config, banned_ids: Sequence[int] = (), parallel: Parallel | None = None) -> None:
@@ -68,10 +69,8 @@ class Learner:
         self.banned_ids = tuple(banned_ids)
         self.parallel = parallel or Parallel(device=next(policy.parameters()).device)
         self.spec = policy_spec(config.loss)
-        self.reference = frozen_copy(policy) if config.loss.kl_coef > 0 else None
-        if self.reference is not None:
-            prepare(self.reference, config.model.model_copy(update={"activation_checkpointing": False}), self.parallel)
-        prepare(policy, config.model, self.parallel)
+        self.reference = reference_of(policy, config.model, self.parallel) if config.loss.kl_coef > 0 else None
+        prepare(policy, config.model, self.parallel, compile=config.learner.compile)
         self.optimizer = Optimizer(policy.trainable_parameters(), config.optimizer)
         self.updates = 0
         """Optimizer steps attempted so far; with the configuration it fixes the learning rate."""
@@ -99,9 +98,12 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Weights (fp32 masters where there are any) and moments by name: the live tensors, loaded in place.
 
-        Tied weights appear once. ``load_counters`` completes a load.
+        Tied weights appear once; with LoRA the adapters alone. ``load_counters`` completes a load.
         """
         masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
+        if self.config.model.lora is not None:
+            trained = {name: masters[id(parameter)] for name, parameter in self.policy.trainable_parameters()}
+            return {"model": trained, "optimizer": self.optimizer.state_dict()}
         weights = {name: masters.get(id(parameter), parameter.detach()) for name, parameter in self.policy.named_parameters()}
         parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
         buffers = {name: tensor for name, tensor in self.policy.state_dict().items() if name not in parameters}
