@@ -55,7 +55,7 @@ class TopTokenProcessor(BatchProcessor, SlotProcessor):
         refused = [name for name, present in _meddling(sampling_params).items() if present]
         if refused:
             raise ValueError(f"{', '.join(refused)}: not together with extra_args.{KEY}, which reports the policy's own distribution")
-        if len(sampling_params.logprob_token_ids or ()) != SPARE_ROWS:
+        if len(set(sampling_params.logprob_token_ids or ())) != SPARE_ROWS:  # over HTTP one comes twice: the route lists one too few
             raise ValueError(f"logprob_token_ids must name the {SPARE_ROWS} spare rows that extra_args.{KEY} reports through")
 
     def is_argmax_invariant(self) -> bool:
