@@ -14,6 +14,7 @@ SECOND = {
     "assembly",
     "starting_model",
     "run_folder",
+    "hint_filling",
     "evaluation",
     "checkpoint",
     "checkpoint_files",

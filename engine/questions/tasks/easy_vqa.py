@@ -21,7 +21,7 @@ import numpy as np
 from headrace.config import EasyVQASource
 from headrace.questions.sets import Split
 from headrace.questions.tasks import split_of
-from headrace.records import Media, Question
+from headrace.records import Hint, Media, Question
 from headrace.streams import stream
 
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
@@ -47,6 +47,11 @@ class Check:
     def negated(self) -> bool:
         """It asks whether the attribute is absent."""
         return not {"not", "no"}.isdisjoint(self.text.split())
+
+    @property
+    def asked(self) -> str:
+        """What it asks about, as a response names it."""
+        return f"not {self.attribute}" if self.negated else self.attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +164,16 @@ class EasyVQA:
             verdict = check.holds ^ bool(rng.random() < noise)
             value = yes if verdict else no
             total += value
-            asked = f"not {check.attribute}" if check.negated else check.attribute
-            steps.append(f"q{number} {asked} {'yes' if verdict else 'no'} {value} sum {total}")
+            steps.append(f"q{number} {check.asked} {'yes' if verdict else 'no'} {value} sum {total}")
         return f"<think> {' ; '.join(steps)} </think> <answer> {total} </answer>"
+
+    def hint(self, index: int) -> Hint:
+        """What the picture shows, and the first check worked out; a single check, which would be the answer, is only named."""
+        composed = self.composed(index)
+        seen = f"{composed.picture.colour} {composed.picture.shape}"
+        check, (yes, no) = composed.checks[0], composed.numbers[0]
+        step = f"q1 {check.asked}" + (f" {'yes' if check.holds else 'no'} {yes if check.holds else no}" if len(composed.checks) > 1 else "")
+        return Hint(caption=seen, visual=seen, reasoning=step)
 
     def vocabulary(self) -> list[str]:
         hops = max(self._source.hops)

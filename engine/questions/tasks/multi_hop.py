@@ -20,7 +20,7 @@ import numpy as np
 from headrace.config import MultiHopSource
 from headrace.questions.sets import Split
 from headrace.questions.tasks import split_of
-from headrace.records import Question
+from headrace.records import Hint, Question
 from headrace.streams import stream
 
 OBJECTS = ("ball", "cone", "disc", "drum", "fork", "gear", "jar", "kite", "lamp", "mug", "ring", "star")
@@ -57,6 +57,11 @@ class Scene:
     def fact(self, name: str) -> str:
         """What the evidence says about one object."""
         return f"{name}={self.values[name]}"
+
+    def step(self, number: int, hop: Hop, verdict: bool) -> str:
+        """Hop ``number`` reasoned out with that verdict, up to the number it yields."""
+        left, right = (f"{name} {self.fact(name)}" for name in (hop.left, hop.right))
+        return f"q{number} {left} > {right} {'yes' if verdict else 'no'} {hop.yes if verdict else hop.no}"
 
     def text(self) -> str:
         """The question as the policy reads it."""
@@ -109,9 +114,14 @@ class MultiHop:
             verdict = scene.holds(hop) ^ bool(rng.random() < noise)
             value = hop.yes if verdict else hop.no
             total += value
-            left, right = f"{hop.left} {scene.fact(hop.left)}", f"{hop.right} {scene.fact(hop.right)}"
-            steps.append(f"q{number} {left} > {right} {'yes' if verdict else 'no'} {value} sum {total}")
+            steps.append(f"{scene.step(number, hop, verdict)} sum {total}")
         return f"<think> {' ; '.join(steps)} </think> <answer> {total} </answer>"
+
+    def hint(self, index: int) -> Hint:
+        """The first hop worked out; of a single hop, which would be the answer, the evidence alone."""
+        scene = self.scene(index)
+        step = scene.step(1, scene.hops[0], scene.holds(scene.hops[0]))
+        return Hint(reasoning=step if len(scene.hops) > 1 else step.rsplit(" ", 2)[0])
 
     def vocabulary(self) -> list[str]:
         hops = max(self._source.hops)
