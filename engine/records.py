@@ -246,6 +246,8 @@ class StepBatch:
     """``Rollout.claims`` per row; empty when no row has any."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Metrics that credit rules took on the way."""
+    watched: Mapping[str, Array] = field(default_factory=dict)
+    """Tokens [N] bool by the metric that is to say how much positive credit reached them unclipped, per response token."""
     version: int = 0
     """Parameter version of the newest token."""
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -280,16 +282,17 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """Teacher-forced values of a batch, aligned with its ``token_ids``: 0 on prompts and in rows that were not scored."""
+class CounterfactualScores:
+    """How the responses of a batch fare with degraded media, teacher-forced under the policy before the update.
 
-    logprobs: Array  # [N] fp32, nats
-    entropies: Array  # [N] fp32, nats
-    rows: Array  # [B] bool, was scored
+    Streams are aligned with the batch's ``token_ids``, and 0 on prompts and in rows that were not scored.
+    """
+
+    rows: Array  # [B] bool, was scored: the row has media, and the degradation changed them
     own: Array  # [N] bool, tokens that were the policy's own choice: ``loss_mask`` before any credit rule
-    logprobs_cf: Array | None = None  # [N] fp32, with degraded media
-    entropies_cf: Array | None = None  # [N] fp32
-    kl: Array | None = None  # [N] fp32, KL(original || degraded) of the next-token distributions
+    logprobs: Array  # [N] fp32 nats
+    logprobs_cf: Array  # [N] fp32 nats, with degraded media
+    kl: Array  # [N] fp32 nats, KL(original || degraded) over the vocabulary
 
 
 class CreditRule(Protocol):
@@ -299,6 +302,6 @@ class CreditRule(Protocol):
         """Per row the degraded media to score it with as well; empty for rows whose scores cannot change the update."""
         ...
 
-    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+    def refine(self, batch: StepBatch, scores: CounterfactualScores) -> StepBatch:
         """The batch with gates, or with other advantages and numerator, and with what was ``measured``."""
         ...

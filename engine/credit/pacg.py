@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from headrace.config import PACGConfig
-from headrace.credit.pacg_metrics import Judged, measure
+from headrace.credit.pacg_metrics import Judged, claim_tokens, measure
 from headrace.credit.responses import degraded_media, rows_where, spans
 from headrace.pixels import Kind
-from headrace.records import Array, Media, Scores, StepBatch
+from headrace.records import Array, CounterfactualScores, Media, StepBatch
 
 SHIFT_LIMIT = 20.0  # nats; clamp of the change of one token, as in VPPO's code
 
@@ -118,7 +118,7 @@ class PACG:
         judged = np.array([self.config.claims == "every_token" or bool(spans) for spans in claims], dtype=bool)
         return degraded_media(batch, judged & self._concerned(batch), self.intervention)
 
-    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+    def refine(self, batch: StepBatch, scores: CounterfactualScores) -> StepBatch:
         """The batch with ``gates``, or with other ``advantages`` where both signs are gated."""
         judged = self._judge(batch, scores)
         gates = np.ones(len(batch.token_ids))
@@ -127,7 +127,8 @@ class PACG:
                 places = row.span.start + claim
                 gates[places] = np.minimum(gates[places], value)
         measured = measure(batch, scores, judged, gates, self._concerned(batch), self.config)
-        refined = replace(batch, measured={**batch.measured, **measured})
+        watched = {"pacg/positive_update_mass": claim_tokens(batch, judged) & scores.own}
+        refined = replace(batch, measured={**batch.measured, **measured}, watched={**batch.watched, **watched})
         if self.config.positive_only:
             return replace(refined, gates=gates.astype(np.float32))
         return replace(refined, advantages=batch.advantages * gates.astype(np.float32))
@@ -137,8 +138,7 @@ class PACG:
         signed = batch.advantages > 0 if self.config.positive_only else batch.advantages != 0
         return rows_where(batch, batch.response_mask & signed)
 
-    def _judge(self, batch: StepBatch, scores: Scores) -> list[Judged]:
-        assert scores.logprobs_cf is not None
+    def _judge(self, batch: StepBatch, scores: CounterfactualScores) -> list[Judged]:
         config, found = self.config, []
         concerned = scores.rows & self._concerned(batch)
         for row, span in enumerate(spans(batch)):

@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.config import PACGConfig
 from headrace.credit.responses import spans
-from headrace.records import Array, Scores, StepBatch
+from headrace.records import Array, CounterfactualScores, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Judged:
 
 
 def measure(
-    batch: StepBatch, scores: Scores, judged: Sequence[Judged], gates: Array, concerned: Array, config: PACGConfig
+    batch: StepBatch, scores: CounterfactualScores, judged: Sequence[Judged], gates: Array, concerned: Array, config: PACGConfig
 ) -> dict[str, float]:
     """Metrics of a step; those over nothing are left out.
 
@@ -33,7 +33,7 @@ def measure(
         gates: [N] the gate of every token.
         concerned: [B] bool, responses whose advantages a gate could change; with ``positive_only`` those with a positive one.
     """
-    in_claim = _tokens(batch, judged) & scores.own
+    in_claim = claim_tokens(batch, judged) & scores.own
     metrics = _responses(batch, judged, concerned)
     metrics["pacg/positive_routed_tokens"] = _share(in_claim & (batch.advantages > 0), batch.response_mask)
     if judged:
@@ -65,7 +65,7 @@ def _responses(batch: StepBatch, judged: Sequence[Judged], concerned: Array) -> 
     return metrics
 
 
-def _claims(scores: Scores, judged: Sequence[Judged], config: PACGConfig) -> dict[str, float]:
+def _claims(scores: CounterfactualScores, judged: Sequence[Judged], config: PACGConfig) -> dict[str, float]:
     """Means over claims."""
     delta = np.concatenate([row.delta for row in judged])
     valid = np.isfinite(delta)
@@ -74,14 +74,13 @@ def _claims(scores: Scores, judged: Sequence[Judged], config: PACGConfig) -> dic
         metrics["pacg/delta_mean"] = float(delta[valid].mean())
         metrics["pacg/delta_p90"] = float(np.quantile(delta[valid], 0.9))
         metrics["pacg/margin_violations"] = float((delta[valid] > -config.margin).mean())
-        if scores.kl is not None:
-            own = [[row.span.start + claim[scores.own[row.span.start + claim]] for claim in row.claims] for row in judged]
-            every = np.array([scores.kl[claim].mean() if len(claim) else np.nan for claims in own for claim in claims])
-            metrics["pacg/efs"] = float(every[valid].mean())
+        own = [[row.span.start + claim[scores.own[row.span.start + claim]] for claim in row.claims] for row in judged]
+        every = np.array([scores.kl[claim].mean() if len(claim) else np.nan for claims in own for claim in claims])
+        metrics["pacg/efs"] = float(every[valid].mean())
     return metrics
 
 
-def _overlap(batch: StepBatch, scores: Scores, attenuated: Array) -> dict[str, float]:
+def _overlap(batch: StepBatch, scores: CounterfactualScores, attenuated: Array) -> dict[str, float]:
     """How far the tokens that an earlier rule selected are those whose credit was reduced; nothing where none selected."""
     own = scores.own & np.repeat(scores.rows, np.diff(batch.cu_seqlens))
     selected = batch.loss_mask & own
@@ -94,7 +93,7 @@ def _overlap(batch: StepBatch, scores: Scores, attenuated: Array) -> dict[str, f
     }
 
 
-def _tokens(batch: StepBatch, judged: Sequence[Judged]) -> Array:
+def claim_tokens(batch: StepBatch, judged: Sequence[Judged]) -> Array:
     """[N] bool: in a claim."""
     marked = np.zeros(len(batch.token_ids), dtype=bool)
     for row in judged:

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.config import VPPOConfig
 from headrace.credit.responses import degraded_media, rows_where, spans
 from headrace.pixels import Kind
-from headrace.records import Array, Media, Scores, StepBatch
+from headrace.records import Array, CounterfactualScores, Media, StepBatch
 
 LOG_RATIO_LIMIT, DEPENDENCY_LIMIT = 20.0, 10.0  # clamps of the public code
 FLAT = 1e-6  # means whose range is no larger count as equal
@@ -75,9 +75,8 @@ class VPPO:
         """Every response with an advantage."""
         return degraded_media(batch, rows_where(batch, batch.response_mask & (batch.advantages != 0)), self.intervention)
 
-    def refine(self, batch: StepBatch, scores: Scores) -> StepBatch:
+    def refine(self, batch: StepBatch, scores: CounterfactualScores) -> StepBatch:
         """The batch with scaled advantages and a smaller ``loss_mask``; denominators stay."""
-        assert scores.logprobs_cf is not None
         every = dependency(scores.logprobs, scores.logprobs_cf)  # [N]
         scored = scores.rows & rows_where(batch, batch.response_mask & (batch.advantages != 0))
         places = [span for span, row in zip(spans(batch), scored, strict=True) if row and np.isfinite(every[span]).all()]

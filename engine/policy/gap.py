@@ -48,3 +48,16 @@ def corrected(batch: StepBatch, proximal: Array, loss: LossConfig) -> tuple[Step
         capped = np.exp(proximal - batch.old_logprobs)[batch.loss_mask] > loss.tis_cap
         metrics["gap/capped"] = float(capped.mean()) if len(capped) else 0.0
     return batch, metrics
+
+
+def update_masses(batch: StepBatch, logprobs: Array, clip_high: float) -> dict[str, float]:
+    """For each of ``batch.watched``: positive credit, gate included, of its tokens that the clip let through, per response token.
+
+    Args:
+        logprobs: [N] nats, before the step.
+    """
+    old = batch.old_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+    credit = batch.gates * batch.advantages
+    moving = batch.loss_mask & (credit > 0) & (logprobs - old <= np.log1p(clip_high))
+    tokens = max(1, int(batch.response_mask.sum()))
+    return {name: float(credit[moving & watched].sum(dtype=np.float64)) / tokens for name, watched in batch.watched.items()}

@@ -156,20 +156,20 @@ def take_rows(batch: StepBatch, rows: Sequence[int] | Array) -> StepBatch:
     )
 
 
-def split_batch(batch: StepBatch, parts: int, loss: LossConfig, sampling: SamplingConfig) -> list[StepBatch]:
-    """Mini-batches of whole groups, one optimizer step each, every one with its own denominator.
+def split_rows(batch: StepBatch, parts: int) -> list[Array]:
+    """Rows of every mini-batch: whole groups, evenly and in order; with fewer groups than ``parts`` there are fewer mini-batches."""
+    groups = np.unique(batch.prompts)
+    shares = np.array_split(groups, max(1, min(parts, len(groups))))
+    return [np.flatnonzero(np.isin(batch.prompts, share)) for share in shares]
 
-    Groups go out evenly and in order; with fewer groups than ``parts`` there are fewer mini-batches.
-    """
+
+def split_batch(batch: StepBatch, parts: int, loss: LossConfig, sampling: SamplingConfig) -> list[StepBatch]:
+    """Mini-batches of ``split_rows``, one optimizer step each, every one with its own denominator."""
     if parts == 1:
         return [batch]
-    groups = np.unique(batch.prompts)
-    minis = []
-    for share in np.array_split(groups, max(1, min(parts, len(groups)))):
-        mini = take_rows(batch, np.flatnonzero(np.isin(batch.prompts, share)))
-        weights = loss_weights(mini.response_mask, mini.cu_seqlens, loss.normalisation, sampling.max_tokens)
-        minis.append(replace(mini, loss_weight=weights))
-    return minis
+    minis = [take_rows(batch, rows) for rows in split_rows(batch, parts)]
+    weights = [loss_weights(mini.response_mask, mini.cu_seqlens, loss.normalisation, sampling.max_tokens) for mini in minis]
+    return [replace(mini, loss_weight=weight) for mini, weight in zip(minis, weights, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------ plan

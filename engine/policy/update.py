@@ -16,10 +16,11 @@ from torch import Tensor
 
 from headrace.config import Config, LossConfig
 from headrace.kernels import Metric, PolicySpec, combine_metrics, empty_metrics, linear_policy_loss, summarise_metrics
-from headrace.policy.gap import corrected, gap_metrics, needs_proximal
+from headrace.policy.counterfactual import all_logprobs, refined, score_counterfactual, scores_of_rows, wanted_media
+from headrace.policy.gap import corrected, gap_metrics, needs_proximal, update_masses
 from headrace.policy.model import PackedRows, Policy
 from headrace.policy.optimizer import Optimizer, learning_rate
-from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, take_rows
+from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, split_rows, take_rows
 from headrace.policy.parallel import Parallel
 from headrace.policy.reference import reference_of
 from headrace.policy.score import (
@@ -28,12 +29,11 @@ from headrace.policy.score import (
     place,
     predicted,
     predicted_targets,
-    score_on_all_ranks,
     teacher_forced,
 )
 from headrace.policy.sharding import prepare
 from headrace.ranges import span
-from headrace.records import StepBatch
+from headrace.records import Array, CounterfactualScores, CreditRule, StepBatch
 
 
 class NonFiniteError(ValueError):
@@ -52,6 +52,7 @@ def policy_spec(loss: LossConfig) -> PolicySpec:
         kl_coef=loss.kl_coef,
         kl_kind=loss.kl_kind,
         entropy_coef=loss.entropy_coef,
+        surprisal_coef=loss.surprisal_coef,
         tis_cap=loss.tis_cap,
     )
 
@@ -60,15 +61,23 @@ class Learner:
     """The policy with its optimizer. Its whole state: weights, moments, ``updates``.
 
     Built from the starting policy, before any checkpoint is restored: with a KL term the reference is the policy at that
-    moment. ``banned_ids`` leave every softmax, as they do in the sampler.
+    moment. ``banned_ids`` leave every softmax, as they do in the sampler. ``rules`` refine every mini-batch, in order.
     """
 
-    def __init__(self, policy: Policy, config: Config, banned_ids: Sequence[int] = (), parallel: Parallel | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        banned_ids: Sequence[int] = (),
+        parallel: Parallel | None = None,
+        rules: Sequence[CreditRule] = (),
+    ) -> None:
         self.policy = policy
         self.config = config
         self.banned_ids = tuple(banned_ids)
         self.parallel = parallel or Parallel(device=next(policy.parameters()).device)
         self.spec = policy_spec(config.loss)
+        self.rules = tuple(rules)
         self.reference = reference_of(policy, config.model, self.parallel) if config.loss.kl_coef > 0 else None
         prepare(policy, config.model, self.parallel, compile=config.learner.compile)
         self.optimizer = Optimizer(policy.trainable_parameters(), config.optimizer)
@@ -86,10 +95,11 @@ class Learner:
         """
         started = time.perf_counter()
         self._check_labels(batch)
-        batch, gaps = self._correct(batch)
-        minis = split_batch(batch, self.config.learner.updates_per_batch, self.config.loss, self.config.sampling)
+        scores, scoring = self._score(batch)
+        batch, gaps = self._correct(batch, scores)
+        minis = self._credited(batch, scores)
         steps = [self._step(mini, measure_gap=not gaps and mini is minis[0]) for mini in minis]
-        metrics = _mean(steps) | gaps
+        metrics = _mean(steps) | gaps | scoring
         metrics["learner/tokens"] = float(len(batch.token_ids))
         metrics["learner/rows"] = float(len(batch.prompts))
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
@@ -128,15 +138,35 @@ class Learner:
             row = int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1
             raise ValueError(f"batch: row {row} has response token {tokens[at]}, which is banned or not among the model's {rows} tokens")
 
-    def _correct(self, batch: StepBatch) -> tuple[StepBatch, dict[str, float]]:
+    def _score(self, batch: StepBatch) -> tuple[CounterfactualScores | None, dict[str, float]]:
+        """Scores that the credit rules want, under the policy as it is; None without rules. And what it took."""
+        if not self.rules:
+            return None, {}
+        started = time.perf_counter()
+        with span("counterfactual"):
+            media = wanted_media(self.rules, batch)
+            budget = self.config.learner.micro_batch_tokens
+            scores = score_counterfactual(self.policy, batch, media, self.banned_ids, budget, self.parallel)
+        return scores, {"learner/scored_rows": float(sum(map(bool, media))), "time/counterfactual": time.perf_counter() - started}
+
+    def _credited(self, batch: StepBatch, scores: CounterfactualScores | None) -> list[StepBatch]:
+        """The mini-batches of a batch, each after the credit rules."""
+        parts = self.config.learner.updates_per_batch
+        minis = split_batch(batch, parts, self.config.loss, self.config.sampling)
+        if scores is None:
+            return minis
+        shares = [scores_of_rows(scores, batch, rows, mini) for rows, mini in zip(split_rows(batch, parts), minis, strict=True)]
+        return [refined(self.rules, mini, share) for mini, share in zip(minis, shares, strict=True)]
+
+    def _correct(self, batch: StepBatch, scores: CounterfactualScores | None) -> tuple[StepBatch, dict[str, float]]:
         """The batch corrected for the gap between engine and learner, where that is configured; with what it took."""
         if not needs_proximal(self.config.loss):
             return batch, {}
         started = time.perf_counter()
         with span("proximal"):
             budget = self.config.learner.micro_batch_tokens
-            scores = score_on_all_ranks(self.policy, batch, self.banned_ids, budget, self.parallel)
-        batch, metrics = corrected(batch, scores.logprobs, self.config.loss)
+            logprobs = all_logprobs(self.policy, batch, scores, self.banned_ids, budget, self.parallel)
+        batch, metrics = corrected(batch, logprobs, self.config.loss)
         return batch, metrics | {"time/proximal": time.perf_counter() - started}
 
     def _step(self, batch: StepBatch, measure_gap: bool = False) -> dict[str, float]:
@@ -156,8 +186,11 @@ class Learner:
         metrics = _named(values, response_tokens)
         if self.reference is not None and response_tokens:
             metrics["policy/reference_kl"] = float(values[Metric.REFERENCE_KL]) / response_tokens
-        if measure_gap:
-            metrics |= self._gap(batch, plan, logprobs)
+        if measure_gap or batch.watched:
+            new = self._logprobs(batch, plan, logprobs)
+            metrics |= gap_metrics(batch, new) if measure_gap else {}
+            metrics |= update_masses(batch, new, self.spec.clip_high)
+        metrics |= batch.measured
         taken = self._take(metrics["loss"], norm, rate)
         return metrics | {
             "grad_norm": norm,
@@ -190,13 +223,13 @@ class Learner:
             logprobs.append(head.logprobs)
         return vector
 
-    def _gap(self, batch: StepBatch, plan: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:
-        """How far the log-probs of this step's forward passes are from the engine's."""
+    def _logprobs(self, batch: StepBatch, plan: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> Array:
+        """The log-probs [N] of this step's forward passes, from all ranks."""
         new = np.zeros(len(batch.token_ids), dtype=np.float32)
         for micro, values in zip(plan, logprobs, strict=True):
             if not micro.filler:
                 place(new, batch, micro.rows, values)
-        return gap_metrics(batch, self.parallel.add_up(new))
+        return self.parallel.add_up(new)
 
     @span("reduce")
     def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
@@ -350,5 +383,6 @@ def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
             everywhere = name in ("policy/entropy", "policy/reference_kl")
             counted = "learner/response_tokens" if everywhere else "ppo/tokens" if "/" in name else None
             weights = [step[counted] if counted else 1.0 for step in having]
+            weights = weights if any(weights) else [1.0] * len(having)
             merged[name] = math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
     return merged

@@ -10,7 +10,7 @@ from headrace.config import CreditConfig, LossConfig
 from headrace.credit.rules import credit_rules
 from headrace.kernels import PolicySpec, policy_loss
 from headrace.policy.packing import build_batch, take_rows
-from headrace.records import CreditRule, Media, Scores, StepBatch
+from headrace.records import CounterfactualScores, CreditRule, Media, StepBatch
 from tests.policy.learner_cases import SAMPLING, make_group, make_rollout, random_groups
 
 PICTURE = (Media("image", "a.png"),)
@@ -32,13 +32,13 @@ def one_row(advantage: float, claims: Any = CLAIMS, clean: Any = CLEAN, masked: 
     return build_batch([make_group(rollouts, [advantage, 0], media=PICTURE, name="q1")], LossConfig(), SAMPLING)
 
 
-def scores_of(batch: StepBatch, degraded: Any, rows: Any = None) -> Scores:
-    """Scores whose clean half is the behaviour policy's."""
+def scores_of(batch: StepBatch, degraded: Any, rows: Any = None) -> CounterfactualScores:
+    """CounterfactualScores whose clean half is the behaviour policy's."""
     other = np.zeros(len(batch.token_ids), dtype=np.float32)
     flat = np.concatenate([np.asarray(values, dtype=np.float32) for values in degraded])
     other[batch.response_mask] = flat
     scored = np.array([bool(media) for media in batch.media]) if rows is None else np.asarray(rows)
-    return Scores(batch.old_logprobs, np.zeros_like(other), scored, batch.loss_mask, other, np.zeros_like(other), np.abs(other))
+    return CounterfactualScores(scored, batch.loss_mask, batch.old_logprobs, other, np.abs(other))
 
 
 def response(batch: StepBatch, name: str, row: int = 0) -> np.ndarray:
@@ -46,7 +46,7 @@ def response(batch: StepBatch, name: str, row: int = 0) -> np.ndarray:
     return getattr(part, name)[part.response_mask]
 
 
-def random_batch(seed: int, groups: int = 4, pictures: bool = True) -> tuple[StepBatch, Scores]:
+def random_batch(seed: int, groups: int = 4, pictures: bool = True) -> tuple[StepBatch, CounterfactualScores]:
     """Random responses with random claims and random scores."""
     rng = np.random.default_rng(seed)
     made = []
@@ -63,7 +63,7 @@ def random_batch(seed: int, groups: int = 4, pictures: bool = True) -> tuple[Ste
     return batch, scores_of(batch, [batch.old_logprobs[batch.response_mask] + noise])
 
 
-def apply(batch: StepBatch, scores: Scores, **config: Any) -> StepBatch:
+def apply(batch: StepBatch, scores: CounterfactualScores, **config: Any) -> StepBatch:
     for rule in rules(**config):
         batch = rule.refine(batch, scores)
     return batch
@@ -184,7 +184,7 @@ def test_rows_in_another_order_get_the_same_credit() -> None:
     batch, scores = random_batch(3)
     order = np.random.default_rng(0).permutation(len(batch.prompts))
     positions = np.concatenate([np.arange(*batch.cu_seqlens[row : row + 2]) for row in order])
-    per_token = {name: getattr(scores, name)[positions] for name in ("logprobs", "entropies", "own", "logprobs_cf", "entropies_cf", "kl")}
+    per_token = {name: getattr(scores, name)[positions] for name in ("logprobs", "own", "logprobs_cf", "kl")}
     one = apply(batch, scores, vppo={}, pacg={})
     two = apply(take_rows(batch, order), replace(scores, rows=scores.rows[order], **per_token), vppo={}, pacg={})
     for name in ("gates", "loss_mask"):
