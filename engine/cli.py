@@ -7,6 +7,8 @@ import sys
 import typer
 
 from headrace.commands.export import export
+from headrace.commands.plan import plan
+from headrace.commands.questions import app as questions
 from headrace.commands.report import report
 from headrace.commands.train import train
 
@@ -14,6 +16,8 @@ app = typer.Typer(help="Reinforcement learning with verifiable rewards.", no_arg
 app.command()(train)
 app.command()(report)
 app.command()(export)
+app.command()(plan)
+app.add_typer(questions, name="questions")
 
 _STOPPED = 130  # what typer makes of a KeyboardInterrupt
 

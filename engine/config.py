@@ -6,7 +6,7 @@ Unknown keys, wrong types and combinations that cannot work are refused with the
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -653,11 +653,19 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and apply ``section.field=value`` overrides (values are YAML).
+    """Read a run's YAML file and apply ``section.field=value`` overrides (values are YAML).
 
     Raises:
         ConfigError: the file cannot be read, or a field is unknown, missing or out of range; one line per fault.
     """
+    return load_model(Config, path, overrides)
+
+
+M = TypeVar("M", bound=Model)
+
+
+def load_model(kind: type[M], path: str | Path, overrides: Iterable[str] = ()) -> M:
+    """``load_config`` for any model of configuration."""
     path = Path(path)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -676,7 +684,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         except yaml.YAMLError:
             raise ConfigError(f"override {override!r}: the value is not YAML") from None
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         faults = [
             f"{path}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})"

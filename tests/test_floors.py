@@ -10,6 +10,7 @@ GROUND = {"records", "config", "schedule", "streams", "encoding", "media", "pixe
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
 SECOND = {
     "controller",
+    "generation",
     "trainer",
     "assembly",
     "starting_model",

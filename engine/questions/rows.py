@@ -94,6 +94,15 @@ def load_rows(path: str | Path, bad_rows: Literal["skip", "stop"] = "skip", *, r
     return RowSet(path, tuple(questions), dict(skipped), tuple(problems))
 
 
+def question_of_row(row: Mapping[str, Any], folder: Path) -> Question:
+    """The question of one row that lies in memory; relative paths start at ``folder``.
+
+    Raises:
+        ValueError: the row cannot be used; the message names the field.
+    """
+    return _Reader(folder / "row", require_answer=True).question(1, dict(row))
+
+
 # ------------------------------------------------------------------------------------------------------------- the file
 
 
