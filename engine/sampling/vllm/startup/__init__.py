@@ -1,0 +1,1 @@
+"""A folder for ``PYTHONPATH`` of a server's processes; see ``sitecustomize``."""
