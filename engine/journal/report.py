@@ -3,35 +3,25 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 import yaml
-from markupsafe import Markup
 
 from headrace.journal import panels, scores, tables
 from headrace.journal.alerts import Alerts
 from headrace.journal.charts import COLOURS, window_of
 from headrace.journal.examples import examples
+from headrace.journal.page import Tile, environment, now, stylesheet
 from headrace.journal.run_data import RunData, read_run
 from headrace.journal.store import JournalError, make_folder, write_text
 
 CLOUD = 60
 """Tokens in each list of Figure 8."""
 PAIRS = 24
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A headline number."""
-
-    label: str
-    value: str
-    detail: str = ""
 
 
 def build(run_folders: Sequence[Path], out: Path) -> Path:
@@ -46,7 +36,7 @@ def build(run_folders: Sequence[Path], out: Path) -> Path:
         raise JournalError("a report needs at least one run folder")
     try:
         runs = _distinct([read_run(Path(folder)) for folder in run_folders])
-        page = _page().render(_single(runs[0]) if len(runs) == 1 else _comparison(runs))
+        page = environment().get_template("report.html").render(_single(runs[0]) if len(runs) == 1 else _comparison(runs))
     except (TypeError, AttributeError, KeyError, IndexError, jinja2.UndefinedError) as error:  # rows are not checked one by one
         names = ", ".join(map(str, run_folders))
         raise JournalError(f"{names}: its tables or config.yaml hold what no run writes ({type(error).__name__}: {error})") from error
@@ -62,19 +52,6 @@ def _distinct(runs: list[RunData]) -> list[RunData]:
     return [replace(run, name=str(run.folder)) if repeated[run.name] > 1 else run for run in runs]
 
 
-def _page() -> jinja2.Template:
-    """The template. Autoescape is on: responses are untrusted text. Charts are the only markup that is not escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["svg"] = Markup
-    return environment.get_template("report.html")
-
-
 def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
     """What a page shows whether it is about one run or several."""
     sheets = {
@@ -85,7 +62,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
         "cost": tables.cost(runs),
     }
     return {
-        "css": Markup((Path(__file__).parent / "report.css").read_text(encoding="utf-8")),
+        "css": stylesheet(),
         "sheets": {name: None if sheet.empty else sheet for name, sheet in sheets.items()},
         "charts": {
             "evaluations": panels.draw_evaluations(runs),
@@ -103,7 +80,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
         "silent": [run.name for run in runs if np.nansum(run.column("mask/responses_n")) and not np.nansum(run.column("mask/positions_n"))],
         "runs": [_described(run) for run in runs],
         "smoothing": _smoothing(runs),
-        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "written": now(),
         "number": tables.number,
     }
 
