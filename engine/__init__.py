@@ -1,5 +1,6 @@
 """Headrace: reinforcement learning with verifiable rewards on language and vision-language models."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,9 @@ from headrace.config import Config, load_config
 # large tensors on huge pages spare a fused head's fresh weight gradient thousands of page faults, up to a tenth of its time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# transformers imports torchao where it is installed, which then warns about its kernels for other devices.
+for _noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 torchvision_ops.install()  # before anything imports transformers, in every process of ours
 
 if TYPE_CHECKING:

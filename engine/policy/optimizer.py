@@ -8,12 +8,13 @@ steps are therefore never lost to bf16, and gradient accumulation is as exact as
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headrace.config import OptimizerConfig
+from headrace.config import ConfigError, OptimizerConfig
 
 
 def learning_rate(update: int, config: OptimizerConfig, updates: int) -> float:
@@ -39,15 +40,19 @@ class Optimizer:
         decayed = [master for master in self.masters.values() if master.ndim > 1]
         others = [master for master in self.masters.values() if master.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=1e-8, fused=True
-        )
+        groups = [group for group in groups if group["params"]]
+        options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": 1e-8}
+        self._adam: Any = _eight_bit(groups, options) if config.moments == "8bit" else torch.optim.AdamW(groups, fused=True, **options)
         for master in self.masters.values():  # made now rather than at the first step, so that a checkpoint always has the same entries
             self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+                "step": torch.zeros((), dtype=torch.float32, device="cpu" if config.moments == "8bit" else master.device),
+                "exp_avg": self._zeros(master, signed=True),
+                "exp_avg_sq": self._zeros(master, signed=False),
             }
+
+    def _zeros(self, master: Tensor, signed: bool) -> Tensor:
+        """An empty moment; in 8 bits where torchao packs a tensor of that size."""
+        return self._adam._new_buffer(master, signed) if self.config.moments == "8bit" else torch.zeros_like(master)
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients over all parameters and ranks; a scalar on the device, collective under FSDP2."""
@@ -60,7 +65,10 @@ class Optimizer:
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         for group in self._adam.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         self._adam.step()
         self.publish()
         self.zero_grad()
@@ -84,6 +92,24 @@ class Optimizer:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Moments and step counts by parameter name; the tensors themselves, so that a checkpoint loads in place."""
         return {name: dict(self._adam.state[master]) for name, master in self.masters.items()}
+
+
+def _eight_bit(groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """torchao's AdamW with moments in blocks of 256 bytes that share a scale (Dettmers et al. 2022); small tensors stay fp32.
+
+    Its step is compiled on a GPU; on a CPU it runs as it is written, which needs no C++ compiler.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ConfigError("optimizer.moments = 8bit needs the package torchao: pip install 'headrace[scale]'") from None
+    adam = AdamW8bit(groups, **options)
+    if groups[0]["params"][0].device.type == "cpu":
+        adam.step = torch.compiler.set_stance("force_eager")(adam.step)
+    return adam
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
