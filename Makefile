@@ -15,7 +15,7 @@ $(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) pip setuptools wheel pybind11 torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) -r constraints/cpu-triton.txt
-	$(PIP) --no-build-isolation -e '.[demo,dev,lora,scale]'
+	$(PIP) --no-build-isolation -e '.[demo,dev,lora,scale,decontaminate]'
 	$(PIP) --no-deps torchvision
 	touch $@
 

@@ -16,12 +16,15 @@ SECOND = {
     "starting_model",
     "run_folder",
     "hint_filling",
+    "decontamination",
     "evaluation",
     "checkpoint",
     "checkpoint_files",
     "checkpoint_reader",
     "interrupt",
     "profiling",
+    "planning",
+    "doctor",
 }
 TOP = {"commands", "cli", "__main__"}
 

@@ -1,14 +1,16 @@
-"""``headrace questions``: build a corpus of multi-hop video questions, look at one of them, fill a hint cache."""
+"""``headrace questions``: build a corpus of multi-hop video questions, look at one of them, fill a hint cache, decontaminate rows."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from headrace.commands.decontaminate import decontaminate
 from headrace.commands.hints import hints
 
 app = typer.Typer(help="Make and look at questions.", no_args_is_help=True)
 app.command()(hints)
+app.command()(decontaminate)
 
 
 @app.command()

@@ -31,7 +31,7 @@ def _restored(row: Row) -> bool:
 def _example(row: Row) -> dict[str, Any]:
     prompt = str(row.get("prompt", ""))
     rollouts = [{**rollout, "pieces": _shortened(rollout.get("pieces", []))} for rollout in row.get("rollouts", [])]
-    media = [{"path": path, "picture": _thumbnail(Path(path))} for path in row.get("media", [])]
+    media = [{"path": path, "picture": thumbnail(Path(path))} for path in row.get("media", [])]
     return {**row, "prompt": _cut(prompt, PROMPT_CHARACTERS), "rollouts": rollouts, "media": media, "restored": _restored(row)}
 
 
@@ -53,7 +53,7 @@ def _shortened(pieces: list[Any]) -> list[Any]:
     return shown
 
 
-def _thumbnail(path: Path) -> str:
+def thumbnail(path: Path) -> str:
     """A small copy of a picture as a data URI; empty for clips and for files that are gone."""
     from PIL import Image, UnidentifiedImageError
 

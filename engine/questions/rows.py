@@ -15,8 +15,9 @@ Other fields travel along in ``Question.extra``. A row that cannot be used is on
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -45,6 +46,8 @@ class RowSet:
     """Rows left out, by the field at fault; ``json`` for a line that is no object, ``duplicate`` for a repeated id or row."""
     problems: tuple[str, ...] = ()
     """The first of them, one line each."""
+    numbers: tuple[int, ...] = ()
+    """Row of the file that each question is from, counted from 1."""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -70,11 +73,13 @@ def load_rows(path: str | Path, bad_rows: Literal["skip", "stop"] = "skip", *, r
     path = Path(path)
     reader = _Reader(path, require_answer)
     questions: list[Question] = []
+    numbers: list[int] = []
     skipped: Counter[str] = Counter()
     problems: list[str] = []
     for number, row in read_rows(path):
         try:
             questions.append(reader.question(number, row))
+            numbers.append(number)
         except RowError as error:
             problem = f"{path}:{number}: {error}"
             if bad_rows == "stop":
@@ -91,7 +96,22 @@ def load_rows(path: str | Path, bad_rows: Literal["skip", "stop"] = "skip", *, r
         log.warning(
             "%s: %d of %d rows skipped (%s); the first: %s", path, skipped.total(), len(questions) + skipped.total(), reasons, problems[0]
         )
-    return RowSet(path, tuple(questions), dict(skipped), tuple(problems))
+    return RowSet(path, tuple(questions), dict(skipped), tuple(problems), tuple(numbers))
+
+
+def copy_rows(path: Path, numbers: Collection[int], out: Path) -> None:
+    """Write the rows of those numbers to ``out`` as they stand, in the format of ``path``; it is there whole or not at all."""
+    wanted = frozenset(numbers)
+    partial = out.with_name(f".{out.name}.partial")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(path)
+        pyarrow.parquet.write_table(table.take([number - 1 for number in sorted(wanted)]), partial)
+    else:
+        with path.open("rb") as source, partial.open("wb") as target:
+            target.writelines(line.rstrip(b"\r\n") + b"\n" for number, line in enumerate(source, 1) if number in wanted)
+    os.replace(partial, out)
 
 
 def question_of_row(row: Mapping[str, Any], folder: Path) -> Question:
