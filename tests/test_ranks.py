@@ -17,3 +17,11 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     for first, second in zip(one, two, strict=True):
         for key in ("loss", "grad_norm", "policy/entropy", "reward/mean", "len/mean", "cge/threshold_share"):
             assert second[key] == pytest.approx(first[key], rel=1e-4, abs=1e-5), key
+
+
+def test_what_every_rank_finds_wrong_is_said_once(tmp_path: Path) -> None:
+    config = runs.write_config(tmp_path, tmp_path / "cache")
+    process = runs.start(config, "run.steps=-2", ranks=2)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert output.count("run.steps: Input should be greater than or equal to 0 (got -2)") == 1

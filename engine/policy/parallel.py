@@ -183,6 +183,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter; all of an unsharded one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def gather_full_weights(policy: nn.Module, target: nn.Module | None) -> None:
     """Copy all weights into ``target``, an unsharded policy of the same architecture on rank 0 (None elsewhere).
