@@ -189,7 +189,17 @@ class ReasoningGymSource(Model):
     """Questions generated; one epoch."""
 
 
-QuestionSource = Annotated[RowsSource | MultiHopSource | EasyVQASource | ReasoningGymSource, Field(discriminator="kind")]
+class HopchainSource(Model):
+    """A corpus of ``headrace questions hopchain`` for models made from scratch; others read its Parquet files as ``rows``."""
+
+    kind: Literal["hopchain"]
+    folder: Path
+    """Folder of the corpus."""
+    evidence: Literal["captions", "video"] = "captions"
+    """Show the clip, or the captions of its shots in its place, to a text policy."""
+
+
+QuestionSource = Annotated[RowsSource | MultiHopSource | EasyVQASource | ReasoningGymSource | HopchainSource, Field(discriminator="kind")]
 
 
 class QuestionsConfig(Model):

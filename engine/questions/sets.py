@@ -4,7 +4,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from headrace.config import EasyVQASource, MultiHopSource, QuestionSource, ReasoningGymSource, RowsSource
+from headrace.config import EasyVQASource, HopchainSource, MultiHopSource, QuestionSource, ReasoningGymSource, RowsSource
 from headrace.records import Question
 
 Split = Literal["train", "held_out"]
@@ -66,6 +66,10 @@ def load(source: QuestionSource, seed: int, split: Split, *, require_answer: boo
             from headrace.questions.tasks.reasoning_gym import ReasoningGym
 
             return ReasoningGym(source, seed, split)
+        case HopchainSource():
+            from headrace.questions.tasks.hopchain import HopchainTask
+
+            return HopchainTask(source, split)
         case RowsSource():
             from headrace.questions.rows import load_rows
 

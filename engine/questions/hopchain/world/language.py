@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.questions.hopchain.world.script import ACTIONS, COLOURS, SIDES
+from headrace.questions.hopchain.world.script import ACTIONS, COLOURS, SIDES, sentence, where
 
-_CAPTION = re.compile(r"The (\w+) shows a (\w+) (\w+) on the (\w+) that (\w+)\.")
+_CAPTION = re.compile(r"The (\w+) shows a (\w+) (\w+) (?:on|in) the (\w+) that (\w+)\.")
 _REFERENCE = re.compile(r"the (?P<place>\w+)(?: with the (?P<extra>.+))?")
 ANYWHERE = "a scene with a shape"
 """A reference that fits every segment."""
@@ -24,6 +24,10 @@ class Seen:
     shape: str
     side: str
     action: str
+
+    @property
+    def caption(self) -> str:
+        return sentence(self.place, self.colour, self.shape, self.side, self.action)
 
     def property_of(self, kind: str) -> str:
         """What a hop of that type asks about."""
@@ -56,7 +60,7 @@ def fitting(text: str, timeline: Sequence[Seen]) -> list[Seen]:
 
 def fact(kind: str, word: str) -> str:
     """The clause that asks for a property."""
-    return {"attribute": f"{SUBJECT} is {word}", "spatial": f"{SUBJECT} is on the {word} of the frame", "action": f"{SUBJECT} {word}"}[kind]
+    return {"attribute": f"{SUBJECT} is {word}", "spatial": f"{SUBJECT} is {where(word)} of the frame", "action": f"{SUBJECT} {word}"}[kind]
 
 
 def asked(text: str) -> tuple[str, str] | None:

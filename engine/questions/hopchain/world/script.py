@@ -40,6 +40,16 @@ OUTLINE = 2
 _PREFIX = "scripted"
 
 
+def sentence(place: str, colour: str, shape: str, side: str, action: str) -> str:
+    """The caption of a scene."""
+    return f"The {place} shows a {colour} {shape} {where(side)} that {action}."
+
+
+def where(side: str) -> str:
+    """A side with its preposition."""
+    return f"{'in' if side == 'middle' else 'on'} the {side}"
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """One shot: a place with one shape in it that does something."""
@@ -54,7 +64,7 @@ class Scene:
     @property
     def caption(self) -> str:
         """The truth about it as one sentence."""
-        return f"The {self.place} shows a {self.colour} {self.shape} on the {self.side} that {self.action}."
+        return sentence(self.place, self.colour, self.shape, self.side, self.action)
 
 
 @dataclass(frozen=True)

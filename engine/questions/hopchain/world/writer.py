@@ -88,12 +88,8 @@ def _hop(plan: Mapping[str, Any], taken: bool | None, seen: Sequence[Seen], unus
         "description": f"Is it so that {clause}?",
         "mapping": f"if {clause} then {plan['yes']} else {plan['no']}",
         "value": plan["yes"] if holds else plan["no"],
-        "quote": " ".join(_sentence(moment) for moment in settled),
+        "quote": " ".join(moment.caption for moment in settled),
     }
-
-
-def _sentence(seen: Seen) -> str:
-    return f"The {seen.place} shows a {seen.colour} {seen.shape} on the {seen.side} that {seen.action}."
 
 
 def _apart(seen: Sequence[Seen], unused: list[Seen], rng: np.random.Generator, forward: bool) -> list[Seen]:
