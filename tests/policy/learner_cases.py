@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 
 from headrace.config import Config, LossConfig, SamplingConfig, ScratchTextModel, ScratchVisionModel
+from headrace.credit.rules import credit_rules
 from headrace.encoding import Encoder
 from headrace.policy.model import Policy
-from headrace.policy.packing import build_batch
+from headrace.policy.packing import build_batch, response_lengths
 from headrace.policy.parallel import Parallel
 from headrace.policy.scratch import build_text, build_vision
 from headrace.policy.update import Learner
@@ -95,6 +96,15 @@ def picture_batch(model: Path, seed: int, loss: LossConfig) -> StepBatch:
     return build_batch(groups, loss, SAMPLING)
 
 
+def with_claims(batch: StepBatch, seed: int = 0) -> StepBatch:
+    """The batch with a claim on about half of every response that has a picture."""
+    rng = np.random.default_rng(seed)
+    lengths = response_lengths(batch.response_mask, batch.cu_seqlens)
+    firsts = [int(rng.integers(0, length)) for length in lengths]
+    spans = [((first, min(int(length), first + 1 + int(length) // 2)),) for first, length in zip(firsts, lengths, strict=True)]
+    return replace(batch, claims=tuple(span if media else None for span, media in zip(spans, batch.media, strict=True)))
+
+
 def make_config(directory: Path, **sections: Any) -> Config:
     """A configuration for the learner; sections are merged over small defaults."""
     tree: dict[str, Any] = {
@@ -113,7 +123,7 @@ def make_config(directory: Path, **sections: Any) -> Config:
 def make_learner(config: Config, parallel: Parallel | None = None) -> Learner:
     torch.manual_seed(0)
     policy = Policy.load(Path(config.model.source.path), config.model, torch.device("cpu"))
-    return Learner(policy, config, BANNED, parallel)
+    return Learner(policy, config, BANNED, parallel, credit_rules(config.credit))
 
 
 def moved(learner: Learner, seed: int = 1, scale: float = 0.03) -> Learner:

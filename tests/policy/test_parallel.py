@@ -18,7 +18,16 @@ from headrace.policy import parallel as ranks
 from headrace.policy.packing import rows_with_gradient, schedule
 from headrace.records import StepBatch
 from headrace.wire import pack, unpack
-from tests.policy.learner_cases import BANNED, make_config, make_learner, picture_batch, random_batch, tiny_model, tiny_vision_model
+from tests.policy.learner_cases import (
+    BANNED,
+    make_config,
+    make_learner,
+    picture_batch,
+    random_batch,
+    tiny_model,
+    tiny_vision_model,
+    with_claims,
+)
 
 RATE = {"learning_rate": 5e-4}  # Adam turns rounding noise in a gradient near zero into a share of the rate
 PLAIN = {"loss": {"kl_coef": 0.05, "entropy_coef": 0.01}, "optimizer": RATE}
@@ -46,6 +55,9 @@ def folder(tmp_path_factory):
     visual = tiny_vision_model(folder / "visual")
     for name, trained in (("vision_trained", True), ("vision_frozen", False)):
         configs[name] = make_config(visual, model={"train_vision": trained}, optimizer=RATE, learner={"micro_batch_tokens": 30})
+    credit = {"vppo": {}, "pacg": {"router": {"kind": "rules", "patterns": ["x"]}}}
+    stepping = {"micro_batch_tokens": 30, "updates_per_batch": 2}
+    configs["vision_credited"] = make_config(visual, credit=credit, loss={"tis_cap": 2.0}, optimizer=RATE, learner=stepping)
     (folder / "banned.json").write_text(json.dumps(BANNED))
     for name, config in configs.items():
         (folder / f"{name}.json").write_text(config.model_dump_json())
@@ -54,7 +66,7 @@ def folder(tmp_path_factory):
             batch = (
                 random_batch(100 + number, config.loss, zero_groups=number % 2, size=3)
                 if not pictures
-                else picture_batch(visual, number, config.loss)
+                else with_claims(picture_batch(visual, number, config.loss))
             )
             (folder / f"{name}-{number}.batch").write_bytes(pack(batch))
     single, _ = train(folder, "plain", configs["plain"])
@@ -72,7 +84,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["plain", "recomputed", "vision_trained", "vision_frozen"])
+@pytest.mark.parametrize("name", ["plain", "recomputed", "vision_trained", "vision_frozen", "vision_credited"])
 def test_two_ranks_train_like_one_process(folder, name):
     """Weights and metrics agree to 1e-5 after four batches; the second case recomputes activations and steps twice a batch.
 

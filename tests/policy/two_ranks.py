@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from headrace import checkpoint
 from headrace.config import Config
+from headrace.credit.rules import credit_rules
 from headrace.encoding import Encoder
 from headrace.policy import parallel as ranks
 from headrace.policy.model import Policy
@@ -23,7 +24,7 @@ from headrace.wire import unpack
 def make(folder: Path, name: str, parallel: ranks.Parallel) -> Learner:
     config = Config.model_validate_json((folder / f"{name}.json").read_text())
     policy = Policy.load(Path(config.model.source.path), config.model, parallel.device)
-    return Learner(policy, config, json.loads((folder / "banned.json").read_text()), parallel)
+    return Learner(policy, config, json.loads((folder / "banned.json").read_text()), parallel, credit_rules(config.credit))
 
 
 def batches(folder: Path, name: str, parallel: ranks.Parallel):
@@ -82,6 +83,7 @@ def main(folder: Path) -> None:
     train(folder, "recomputed", parallel)
     export(train(folder, "bf16", parallel), folder / "exported_bf16")
     train(folder, "vision_frozen", parallel)
+    train(folder, "vision_credited", parallel)
     export(train(folder, "vision_trained", parallel), folder / "exported_visual")
     split(folder, "split", parallel)
     learner = train(folder, "plain", parallel)
