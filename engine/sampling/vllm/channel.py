@@ -142,7 +142,7 @@ def read_settings(path: Path) -> Settings:
 def first_error(error: ValidationError) -> str:
     """One line of a failed validation: the field and what was wrong."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'whole'}: {first['msg']}"
+    return ": ".join((*map(str, first["loc"]), first["msg"]))
 
 
 def request_arguments(request: SampleRequest) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class TopTokenProcessor(BatchProcessor, SlotProcessor):
         try:
             arguments = RequestArguments.model_validate(given)
         except ValidationError as error:
-            raise ValueError(f"extra_args.{KEY}.{first_error(error)}") from None
+            raise ValueError(f"extra_args.{KEY}: {first_error(error)}") from None
         if not arguments.channel:
             if arguments.mask:
                 raise ValueError(f"extra_args.{KEY}: the mask needs channel true, its flags come back that way")

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from headrace.records import Array
 from headrace.sampling.vllm.mask import ROW, MaskStep, Rows, new_row
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import BatchUpdate
 
 
 class BatchRunner:
@@ -27,7 +27,7 @@ class BatchRunner:
         self._inside = np.zeros(count, dtype=bool)
         self._rows: Rows | None = None  # of the present batch, on the device
 
-    def update_state(self, update: BatchUpdate | None) -> None:
+    def update_state(self, update: "BatchUpdate | None") -> None:
         """Follow the batch. Outputs may still end in placeholders here: tokens are read in `apply`."""
         if update is None:
             return
@@ -41,10 +41,8 @@ class BatchRunner:
                 ticket = self.step.tickets.take(id(params), False, self._table["ticket"])
             self._table[row] = new_row(params, ticket)
             self._outputs[row], self._seen[row], self._inside[row] = outputs, 0, self._table[row]["prefilled"]
-        for source, target, direction in update.moved:
-            self._swap(source, target)
-            if direction is MoveDirectionality.UNIDIRECTIONAL:
-                self._table[source]["ticket"] = 0
+        for source, target, _ in update.moved:
+            self._swap(source, target)  # where only one moves, the other place was vacated before
 
     def apply(self, logits: Tensor) -> Tensor:
         """Mask the batch, [B, V] fp32, in place."""
