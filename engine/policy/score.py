@@ -79,6 +79,17 @@ def score_on_all_ranks(policy: PackedPolicy, batch: StepBatch, banned: Sequence[
     return Scores(parallel.add_up(mine.logprobs), parallel.add_up(mine.entropies))
 
 
+@torch.no_grad()
+def score_sequence(policy: PackedPolicy, token_ids: Sequence[int], device: torch.device) -> list[float]:
+    """Log-probs [L - 1] in nats of the tokens after the first, at temperature 1 with nothing banned. Collective for a sharded policy."""
+    ids = torch.tensor(list(token_ids), device=device)
+    rows = PackedRows(ids, torch.tensor([0, len(ids)], dtype=torch.int32, device=device), len(ids))
+    targets = torch.cat([ids[1:], ids.new_tensor([IGNORED])])
+    logprobs, _ = teacher_forced(policy, rows, targets, 1.0, ())
+    found: list[float] = logprobs[:-1].float().tolist()
+    return found
+
+
 def _scored(policy: PackedPolicy, batch: StepBatch, parts: Sequence[Sequence[int]], banned: Sequence[int], device: torch.device) -> Scores:
     """Scores of the rows in ``parts``, a forward pass each; zero elsewhere."""
     logprobs, entropies = (np.zeros(len(batch.token_ids), dtype=np.float32) for _ in range(2))

@@ -44,7 +44,7 @@ def shifted(policy: nn.Module) -> Iterator[None]:
 
     Each rank shifts its own shards, which needs no communication and the memory of one shard.
     """
-    _reshard(policy)
+    reshard(policy)
     shards = parameters_of(policy)
     done: list[Tensor] = []
     try:
@@ -53,7 +53,7 @@ def shifted(policy: nn.Module) -> Iterator[None]:
             done.append(shard)
         yield
     finally:
-        _reshard(policy)
+        reshard(policy)
         for shard in done:
             _shift(shard, -1)
 
@@ -63,8 +63,8 @@ def _shift(shard: Tensor, by: int) -> None:
     shard.copy_(shard.flatten().roll(by).view_as(shard))
 
 
-def _reshard(policy: nn.Module) -> None:
-    """Drop whole parameters that FSDP keeps after a forward pass: they are copies of the shards as they were."""
+def reshard(policy: nn.Module) -> None:
+    """Drop the whole parameters that FSDP keeps of its root after a forward pass: they are copies of the shards as they were."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

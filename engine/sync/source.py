@@ -1,8 +1,9 @@
 """The learner's weights as a stream: names as in a checkpoint, whole tensors in the servers' type, layer after layer."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,12 @@ from transformers.core_model_loading import revert_weight_conversion
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "module"))
 """Parts of a parameter's name that torch.compile, activation checkpointing and DDP put in."""
 ALIGNMENT = 64  # bytes; a tensor that starts at a cache line can be viewed as any type
+
+
+class NamedWeights(Protocol):
+    """Live tensors by name, tied ones under each of theirs; ``merge`` False is for shapes alone and must not be collective."""
+
+    def __call__(self, *, merge: bool) -> Iterable[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +43,17 @@ class WeightSource:
     bfloat16 servers cost half the traffic of float32 masters.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, named_weights: NamedWeights | None = None) -> None:
+        """``named_weights``: the model's weights where they are not its parameters, as with adapters."""
         self.model = model
         self.dtype = dtype
+        self._named_weights = named_weights or (lambda *, merge: model.state_dict(keep_vars=True).items())
         self._pass: Iterator[tuple[str, Tensor]] | None = None
 
     def entries(self) -> list[Entry]:
         """What a pass will yield, in its order. Not collective; nothing is gathered."""
         found = []
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors(merge=False):
             empty = torch.empty(tensor.shape, dtype=self._type(tensor), device="meta")
             found += [Entry(key, part.dtype, tuple(part.shape)) for key, part in self._as_saved(name, empty)]
         return found
@@ -62,17 +71,18 @@ class WeightSource:
 
     @torch.no_grad()
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors(merge=True):
             cast = tensor.detach().to(self._type(tensor))
             yield from self._as_saved(name, cast.full_tensor() if isinstance(cast, DTensor) else cast)
         self._pass = iter(())
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters and saved buffers; of tied ones the first, which is the embedding."""
         seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for name, tensor in self._named_weights(merge=merge):
             if id(tensor) not in seen:
-                seen.add(id(tensor))
+                if isinstance(tensor, nn.Parameter):  # lives on, so that its id stays its own
+                    seen.add(id(tensor))
                 yield ".".join(part for part in name.split(".") if part not in WRAPPERS), tensor
 
     def _type(self, tensor: Tensor) -> torch.dtype:

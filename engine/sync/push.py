@@ -25,12 +25,12 @@ from headrace.sync import canary
 from headrace.sync.nccl import NcclTransport
 from headrace.sync.servers import Server, SyncError, on_each
 from headrace.sync.shared_memory import SharedMemoryTransport
-from headrace.sync.source import WeightSource
+from headrace.sync.source import NamedWeights, WeightSource
 
 TRANSPORTS: dict[str, Callable[[WeightSource, int, float], Any]] = {"nccl": NcclTransport, "shm": SharedMemoryTransport}
 WORKER_EXTENSION = "headrace.sync.worker.Extension"
-UNPROVEN = -1
-"""Version that tokens carry while a server's first weights are on trial."""
+TRIAL = "trial"
+"""Label of tokens drawn while a server is on trial, with weights that are nobody's."""
 DEADLINE = 600.0
 """Seconds any one thing may take on the servers."""
 
@@ -54,6 +54,16 @@ class SyncReport:
         """One copy of the weights over the time that the servers stood still."""
         return self.bytes / self.paused / 1e9
 
+    def metrics(self) -> dict[str, float]:
+        """For the journal."""
+        return {
+            "sync/seconds": self.seconds,
+            "sync/paused": self.paused,
+            "sync/megabytes": self.bytes / 1e6,
+            "sync/gigabytes_per_second": self.gigabytes_per_second,
+            "sync/canary_gap": self.canary_gap,
+        }
+
 
 class Ranks(Protocol):
     """What a push needs from the learner's process group."""
@@ -73,6 +83,8 @@ class WeightSync:
         policy: holds the Hugging Face model as ``policy.model``; sharded or whole.
         servers: on rank 0 the servers as they are now, asked at each push.
         score: collective; log-probs [L - 1] of the tokens after the first under the policy, at temperature 1, nothing banned.
+        named_weights: of the model, where they are not its parameters.
+        deadline: seconds any one thing may take on the servers.
     """
 
     def __init__(
@@ -82,6 +94,7 @@ class WeightSync:
         config: VLLMEngineConfig,
         ranks: Ranks,
         score: Callable[[Sequence[int]], Sequence[float]],
+        named_weights: NamedWeights | None = None,
         deadline: float = DEADLINE,
     ) -> None:
         model: Any = policy.model
@@ -91,7 +104,7 @@ class WeightSync:
         self.score = score
         self.deadline = deadline
         self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else model.config.dtype
-        self.source = WeightSource(model, self.dtype)
+        self.source = WeightSource(model, self.dtype, named_weights)
         self.version: int | None = None
         """The last version that was proven on every server."""
         self._tokens = canary.sequence(model.get_input_embeddings().weight.shape[0], _special_ids(model.config))
@@ -115,8 +128,8 @@ class WeightSync:
         fresh = [server for server in servers if self._proven.get(server.name) != server.generation]
         if self.ranks.broadcast_json(len(fresh)):
             with canary.shifted(self.policy):
-                self._transfer(fresh, UNPROVEN)
-        paused, sent, gap = self._transfer(servers, version)
+                self._transfer(fresh, TRIAL)
+        paused, sent, gap = self._transfer(servers, str(version))
         self._proven = {server.name: server.generation for server in servers}
         self.version = version
         return SyncReport(version, time.perf_counter() - begun, paused, sent, gap)
@@ -128,14 +141,15 @@ class WeightSync:
 
     # ------------------------------------------------------------------------------------------------- one transfer
 
-    def _transfer(self, servers: Sequence[Server], version: int) -> tuple[float, int, float]:
+    def _transfer(self, servers: Sequence[Server], label: str) -> tuple[float, int, float]:
         """Seconds of standstill, bytes and canary gap of one transfer; rank 0's on every rank."""
         expected = self.score(self._tokens)
+        canary.reshard(self.policy)
         outcome: Any = None
         failure: Exception | None = None
         if self.ranks.is_main:
             try:
-                outcome = self._drive(servers, version, expected)
+                outcome = self._drive(servers, label, expected)
             except Exception as error:
                 failure = error
                 self._proven = {}
@@ -145,11 +159,11 @@ class WeightSync:
         if failure is not None and not isinstance(failure, SyncError):
             raise failure
         if text is not None:
-            raise SyncError(f"version {version}: {text}") from failure
+            raise SyncError(f"weights {label!r}: {text}") from failure
         paused, sent, gap = outcome
         return paused, sent, gap
 
-    def _drive(self, servers: Sequence[Server], version: int, expected: Sequence[float]) -> tuple[float, int, float]:
+    def _drive(self, servers: Sequence[Server], label: str, expected: Sequence[float]) -> tuple[float, int, float]:
         """Rank 0's part of a transfer."""
         begun = time.perf_counter()
         self._each(servers, "pausing", lambda server: server.pause("keep"))
@@ -167,7 +181,7 @@ class WeightSync:
             raise
         for server, reports in zip(servers, self._each(servers, "coverage", lambda s: s.call_workers("headrace_coverage")), strict=True):
             _check_coverage(server.name, reports)
-        self._each(servers, "finishing the update", lambda server: server.finish_weight_update(str(version)))
+        self._each(servers, "finishing the update", lambda server: server.finish_weight_update(label))
         self._each(servers, "resuming", lambda server: server.resume())
         paused = time.perf_counter() - begun
         return paused, sent, self._check_canary(servers, expected)
