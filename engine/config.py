@@ -577,6 +577,10 @@ class EvaluationConfig(Model):
     """Held-out questions."""
     samples: int = Field(8, ge=1)
     """Sampled responses per question for mean accuracy and the majority vote; one greedy response besides."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Response tokens; None takes ``sampling.max_tokens``."""
+    context: int | None = Field(None, ge=2)
+    """Tokens of prompt and response together: longer prompts leave fewer for the response. None sets no bound."""
     temperature: float = Field(1.0, ge=0)
     """Temperature of the sampled responses."""
     top_p: float = Field(1.0, gt=0, le=1)

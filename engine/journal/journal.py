@@ -50,6 +50,9 @@ class QuestionResult(TypedDict):
     samples: list[int]
     maj: int
     """Whether the majority answer of the samples is right."""
+    source: NotRequired[str]
+    types: NotRequired[list[str]]
+    """Kinds of its hops."""
 
 
 class Evaluation(TypedDict):
@@ -62,9 +65,13 @@ class Evaluation(TypedDict):
     mean_accuracy: float
     greedy_accuracy: float
     maj_accuracy: float
+    pass_at: NotRequired[dict[str, float]]
+    """Probability that k samples hold a right one, by k."""
     format_rate: float
     length_mean: float
-    by_hops: dict[str, dict[str, float]]
+    clipped_share: NotRequired[float]
+    """Sampled responses that end at the length limit."""
+    by_hops: dict[str, dict[str, Any]]
     per_question: list[QuestionResult]
 
 
