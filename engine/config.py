@@ -680,6 +680,15 @@ M = TypeVar("M", bound=Model)
 
 def load_model(kind: type[M], path: str | Path, overrides: Iterable[str] = ()) -> M:
     """``load_config`` for any model of configuration."""
+    return build_model(kind, read_tree(path), overrides, str(path))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """A YAML file of sections, not checked any further.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
     path = Path(path)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -689,6 +698,15 @@ def load_model(kind: type[M], path: str | Path, overrides: Iterable[str] = ()) -
         raise ConfigError(f"{path}: is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `questions:`, got {type(tree).__name__}")
+    return tree
+
+
+def build_model(kind: type[M], tree: dict[str, Any], overrides: Iterable[str], name: str) -> M:
+    """A model of configuration from a tree, which ``section.field=value`` overrides change; ``name`` says in faults where it is from.
+
+    Raises:
+        ConfigError: a field is unknown, missing or out of range; one line per fault.
+    """
     for override in overrides:
         dotted, equals, value = override.partition("=")
         if not equals:
@@ -701,7 +719,7 @@ def load_model(kind: type[M], path: str | Path, overrides: Iterable[str] = ()) -
         return kind.model_validate(tree)
     except ValidationError as error:
         faults = [
-            f"{path}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})"
+            f"{name}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})"
             for fault in error.errors()
         ]
         raise ConfigError("\n".join(faults)) from None
