@@ -5,32 +5,10 @@ from typing import Any
 import pytest
 
 from headrace.questions.hopchain.checks import check, mapping
-from headrace.questions.hopchain.records import Dropped, Specification
+from headrace.questions.hopchain.records import Dropped
 from headrace.questions.hopchain.replies import Unparsable, json_object
 from headrace.questions.hopchain.stages import written_question
-
-PAIRS = ((63, 10), (22, 63), (64, 41), (73, 79))
-FIGURE_2 = Specification(
-    video_id="cats", index=0, types=("spatial", "order", "attribute", "order"), link="chain", routes=((0, 2), (2, 3)), numbers=PAIRS
-)
-MOMENTS = (("the table",), ("the firework", "the traffic lights"), ("the room", "the cats"), ("the dog", "the close-up", "the head", "the rodent"))
-
-
-def rows(*values: Any) -> list[dict[str, Any]]:
-    """Figure 2 as a writer gives it, its arithmetic row last."""
-    hops = [
-        {
-            "type": kind,
-            "scenes": list(scenes),
-            "segments": list(range(len(scenes))),
-            "mapping": f"if fact {number} holds then {yes} else {no}",
-            "value": value,
-            "quote": "as seen",
-            "router": False,
-        }
-        for number, (kind, scenes, (yes, no), value) in enumerate(zip(FIGURE_2.types, MOMENTS, PAIRS, values, strict=True))
-    ]
-    return [*hops, {"type": "arithmetic", "mapping": "", "expression": "A + B + C + D"}]
+from tests.questions.hopchain.cases import FIGURE_2, rows
 
 
 def reason(broken: Any) -> str:

@@ -88,7 +88,7 @@ def _hop(plan: Mapping[str, Any], taken: bool | None, seen: Sequence[Seen], unus
         "description": f"Is it so that {clause}?",
         "mapping": f"if {clause} then {plan['yes']} else {plan['no']}",
         "value": plan["yes"] if holds else plan["no"],
-        "quote": " ".join(moment.caption for moment in settled),
+        "quote": " … ".join(moment.caption for moment in settled),
     }
 
 
@@ -147,18 +147,17 @@ def _spoil(
             hop["value"] = planned["yes"] + planned["no"] - hop["value"]
         case "NOT_SETTLED":
             hop["scenes"] = ["the palace", *hop["scenes"][1:]]
-        case "AMBIGUOUS_ANSWER":
-            hop["scenes"] = [ANYWHERE]
         case "ROUTE_BROKEN":
             half = len(hop["scenes"]) // 2
             hop["scenes"], hop["segments"] = hop["scenes"][:half] * 2, hop["segments"][:half] * 2
-        case "CIRCULAR":
+        case "AMBIGUOUS_ANSWER" | "CIRCULAR":
             moment = next(moment for moment in seen if moment.segment == hop["segments"][0])
             asked = language.asked(hop["mapping"].removeprefix("if ").partition(" then ")[0])
             assert asked is not None
             true = moment.property_of(asked[0])
             hop["mapping"] = f"if {language.fact(asked[0], true)} then {planned['yes']} else {planned['no']}"
-            hop["value"], hop["scenes"] = planned["yes"], [f"the {moment.place} with the {true} {moment.shape}"]
+            circular = f"the {moment.place} with the {true} {moment.shape}"
+            hop["value"], hop["scenes"] = planned["yes"], [circular if flaw == "CIRCULAR" else ANYWHERE]
         case "not_an_option":
             hop["value"] = planned["yes"] + planned["no"] + 1
         case "mapping":
