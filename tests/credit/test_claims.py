@@ -1,6 +1,5 @@
 """From quotes to tokens: EX-6.1, byte-level BPE, words, repeated phrases, Unicode, the answer box."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,20 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from headrace.credit.claims import Claims, Quote, ResponseText, TokenReader, answer_regions, find
-from headrace.policy.scratch import word_tokenizer
 from headrace.records import Prompt, Question
+from tests.credit.text_cases import encoder_of, word_encoder
 
 QUESTION = Question("q", (), "")
-
-
-def encoder_of(tokenizer: Any, end: str) -> Any:
-    """What the reader needs of an encoder."""
-
-    def decode(ids: Any) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    end_id, think = (tokenizer.convert_tokens_to_ids(token) for token in (end, "<think>"))
-    return SimpleNamespace(tokenizer=tokenizer, eos_ids=(end_id,), think_open=think, decode=decode)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +26,12 @@ def bpe() -> Any:
     core.train_from_iterator(text, trainers.BpeTrainer(vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     core.add_special_tokens([AddedToken("<|end|>", special=True)])
     core.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>", "<answer>", "</answer>")])
-    return encoder_of(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>"), "<|end|>")
+    return encoder_of(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>"))
 
 
 @pytest.fixture(scope="module")
 def words() -> Any:
-    return encoder_of(word_tokenizer(["blue", "red", "circle", "sum", ";", "9"]), "<|end|>")
+    return word_encoder()
 
 
 def pieces(text: list[str]) -> ResponseText:
