@@ -1,6 +1,8 @@
 """Sampling: the local engine against transformers' ``generate`` on the same rows, in one process.
 
-    python -m headrace.bench rollout [--model DIRECTORY] [--prompts 16] [--rollouts 8] [--prompt-tokens 60] [--tokens 50]
+    python -m headrace.bench rollout [--model DIRECTORY] [--prompts 16] [--rollouts 8] [--prompt-tokens 60] [--tokens 50] [--vllm]
+
+With ``--vllm`` instead what the top-token processor adds to a decoding step of vLLM.
 
 Prints processor seconds and their ratio. Both sides draw as many tokens for as many rows; the engine also returns log-probs and mask
 flags, ``generate`` only tokens. Without a directory the model is the demo's, with random weights.
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 import typer
 
+from headrace.bench.vllm_rollout import vllm_steps
 from headrace.config import DirectoryModel, ModelConfig, ScratchTextModel
 from headrace.encoding import Encoder
 from headrace.policy.model import Policy
@@ -38,8 +41,8 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def load(directory: Path | None) -> tuple[Policy, Encoder]:
-    if directory is None:
-        directory = Path(tempfile.mkdtemp())
+    directory = directory or Path(tempfile.mkdtemp())
+    if not any(directory.iterdir()):
         build_text(directory, ScratchTextModel(kind="scratch_text"), [f"w{number}" for number in range(60)], seed=0)
     policy = Policy.load(directory, ModelConfig(source=DirectoryModel(path=directory)), "cpu")
     return policy, Encoder.load(directory, think_prefill=True, system_prompt=None, max_prompt_tokens=1 << 20)
@@ -85,9 +88,19 @@ def rollout(
     prompt_tokens: int = 60,
     tokens: int = 50,
     repeats: int = 3,
+    vllm: Annotated[bool, typer.Option("--vllm", help="A decoding step of vLLM with the mask on every request and without")] = False,
 ) -> None:
     """Sampling by the local engine against transformers' generate on the same rows."""
     policy, encoder = load(model)
+    if vllm:
+        if model is None:  # random weights are never sure of anything; a larger norm makes them so
+            policy.model.model.norm.weight.data *= 30
+            policy.model.save_pretrained(encoder.directory)
+        repeated = [prompt for prompt in make_prompts(encoder, prompts, prompt_tokens) for _ in range(rollouts)]
+        masked, plain, positions = vllm_steps(encoder.directory, encoder, repeated, tokens, repeats)
+        print(f"vLLM, {len(repeated)} rows, {torch.get_num_threads()} threads: a decoding step without the processor {1e3 * plain:.2f} ms")
+        print(f"mask on every request {1e3 * masked:.2f} ms = {masked / plain:.3f} x, {positions} positions masked")
+        return
     encoder = replace(encoder, eos_ids=())  # every response runs to its limit
     questions = make_prompts(encoder, prompts, prompt_tokens)
     engine = LocalEngine(policy, encoder, batch_rows=prompts * rollouts)
