@@ -5,6 +5,7 @@ folder beside it, which is then renamed. ``latest`` names the one to resume from
 
     state.json                 step, learner counters, parameter names and shapes, configuration, whatever the caller adds
     .metadata, *.distcp        weights and moments through torch.distributed.checkpoint: any number of ranks may load them
+    groups.msgpack             groups that were drawn and had not trained, if there were any
     SHA256SUMS                 digests of all of these, compared before anything is loaded; ``sha256sum -c`` reads it too
 """
 
@@ -32,6 +33,7 @@ from headrace.policy.parallel import full_tensor, of_policy
 from headrace.policy.update import Learner
 
 FORMAT = 2
+GROUPS = "groups.msgpack"
 _REASON = 200  # characters of a reason that a message shows
 
 
@@ -44,11 +46,11 @@ class CheckpointError(ValueError):
 # ------------------------------------------------------------------------------------------------------ save
 
 
-def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], keep: int = 2) -> Path:
+def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], keep: int = 2, groups: bytes = b"") -> Path:
     """Write a checkpoint under ``folder``, point ``latest`` at it and drop all but the newest ``keep``. Collective.
 
-    ``extra`` is JSON: ledger, controller, anything that a resumed run needs. A finished checkpoint is never touched: the
-    same step saved again gets a new folder, ``step_000025-1``.
+    ``extra`` is JSON: ledger, controller, anything that a resumed run needs; ``groups`` are bytes beside it. A finished
+    checkpoint is never touched: the same step saved again gets a new folder, ``step_000025-1``.
 
     Raises:
         CheckpointError: the disk is full or the folder not writable; earlier checkpoints are as before.
@@ -74,13 +76,17 @@ def save(folder: Path, step: int, learner: Learner, extra: Mapping[str, Any], ke
         partial.mkdir()
 
     def finish() -> None:
-        files.write(partial / "state.json", text)
+        own = [partial / "state.json", partial / ".metadata"]
+        files.write(own[0], text.encode())
+        if groups:
+            own.append(partial / GROUPS)
+            files.write(own[-1], groups)
         written = {name: digest for part in parts for name, digest in part.items()}
-        files.write_sums(partial, written | files.digests([partial / "state.json", partial / ".metadata"]))
+        files.write_sums(partial, written | files.digests(own))
         files.flush(partial)
         partial.rename(target)
         files.flush(folder)
-        files.write(folder / ".latest", target.name + "\n")
+        files.write(folder / ".latest", f"{target.name}\n".encode())
         (folder / ".latest").replace(folder / "latest")
         files.flush(folder)
         files.prune(folder, keep)
@@ -112,6 +118,7 @@ class Restored:
 
     step: int
     extra: dict[str, Any]
+    groups: bytes = b""
     damaged: tuple[str, ...] = ()
     """Newer checkpoints that could not be used, one line each."""
 
@@ -137,7 +144,8 @@ def restore(folder: Path, learner: Learner) -> Restored | None:
         with _one_line(f"checkpoint {path} cannot be read"):
             dcp.load(learner.state_dict(), storage_reader=SafeReader(path), no_dist=parallel.world_size == 1)
             learner.load_counters(state["learner"])
-        return Restored(state["step"], state["extra"], tuple(damaged))
+            groups = (path / GROUPS).read_bytes() if (path / GROUPS).exists() else b""
+        return Restored(state["step"], state["extra"], groups, tuple(damaged))
     if damaged:
         raise CheckpointError(damaged[0])
     return None

@@ -58,10 +58,10 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a small file through to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+def write(path: Path, content: bytes) -> None:
+    """Write a file through to the disk."""
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -89,7 +89,7 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the digests of a checkpoint's files."""
-    write(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    write(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
 
 
 def check_sums(folder: Path, part: int = 0, parts: int = 1) -> None:

@@ -6,17 +6,23 @@ import sys
 
 import typer
 
+from headrace.commands.doctor import doctor
+from headrace.commands.eval import evaluate
 from headrace.commands.export import export
 from headrace.commands.plan import plan
 from headrace.commands.questions import app as questions
 from headrace.commands.report import report
 from headrace.commands.train import train
+from headrace.records import EngineDown
+from headrace.sync.servers import SyncError
 
 app = typer.Typer(help="Reinforcement learning with verifiable rewards.", no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
 app.command()(report)
 app.command()(export)
+app.command("eval")(evaluate)
 app.command()(plan)
+app.command()(doctor)
 app.add_typer(questions, name="questions")
 
 _STOPPED = 130  # what typer makes of a KeyboardInterrupt
@@ -29,7 +35,7 @@ def main() -> None:
         app()
     except BrokenPipeError:  # nobody reads standard output any more; nothing else is piped
         pass
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EngineDown, SyncError) as error:
         if _speaks(error):
             with contextlib.suppress(OSError):
                 print(f"headrace: {error}", file=sys.stderr)

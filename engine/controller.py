@@ -1,24 +1,19 @@
-"""The rollout side: admits questions, draws and scores groups, selects, assembles one batch per step."""
+"""The rollout side: takes drawn groups, selects, assembles one batch per step, and accounts for every question."""
 
-import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.admission import Admission
 from headrace.config import Config
 from headrace.credit.advantage import group_advantages
-from headrace.encoding import Encoder
+from headrace.groups import GroupSource
 from headrace.policy.packing import build_batch
-from headrace.questions.ledger import Key, Ledger
-from headrace.questions.sets import QuestionSet, stops_at_bad_rows
+from headrace.questions.ledger import Key
 from headrace.ranges import span
-from headrace.records import Engine, Group, Prompt, Scorer, StepBatch
-from headrace.sampling.waves import draw_groups
+from headrace.records import Group, StepBatch
 from headrace.selection.dapo import Refill, keep
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +26,8 @@ class Drawn:
     """Every group drawn for it, filtered ones included."""
     fates: dict[Key, str]
     """How each admitted question of the step ends, once the update is done."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """How sampling went."""
 
     def counts(self, version: int) -> dict[str, float]:
         """Questions by fate and the lag of tokens behind ``version``, as metrics."""
@@ -41,85 +38,55 @@ class Drawn:
             **{f"questions/{fate}": float(count) for fate, count in sorted(questions.items())},
             "staleness/mean": float(lags.mean()) if len(lags) else 0.0,
             "staleness/max": float(lags.max(initial=0)),
+            **self.metrics,
         }
 
 
+def fate(group: Group, config: Config) -> str:
+    """How a drawn group's question ends: ``trained``, or why not."""
+    if sum(rollout.reward is not None for rollout in group.rollouts) < 2:
+        return "unscored"
+    accuracies = [rollout.reward.accuracy for rollout in group.rollouts if rollout.reward is not None]
+    if config.dynamic_sampling and not keep(accuracies):
+        return "no_variance"
+    return "trained"
+
+
 class Controller:
-    """Turns questions into batches.
+    """Turns groups into batches.
 
     Every admitted question is settled exactly once: ``draw`` decides its fate, ``settle`` writes it to the ledger
     after the optimizer step. A run killed in between finds the question in the queue again.
     """
 
-    def __init__(self, config: Config, questions: QuestionSet, encoder: Encoder, engine: Engine, scorer: Scorer, ledger: Ledger) -> None:
+    def __init__(self, config: Config, source: GroupSource, admission: Admission) -> None:
         self.config = config
-        self.questions = questions
-        self.encoder = encoder
-        self.engine = engine
-        self.scorer = scorer
-        self.ledger = ledger
-        self._warned = False
+        self.source = source
+        self.admission = admission
 
     async def draw(self) -> Drawn:
-        """Draw groups until the batch is full or the drawing rounds are used up."""
+        """Take groups until the batch is full or the drawing rounds are used up."""
         dynamic = self.config.dynamic_sampling
         wanted = self.config.run.questions_per_step
         refill: Refill[tuple[Key, Group]] = Refill(wanted, max_rounds=dynamic.max_rounds if dynamic else 1)
         fates: dict[Key, str] = {}
         sampled: list[Group] = []
         while refill.status == "open":
-            keys, prompts = self._admit(refill.missing, fates)
-            groups = [self._credited(group) for group in await self._sample(keys, prompts)]
-            sampled += groups
-            fates |= {key: self._fate(group) for key, group in zip(keys, groups, strict=True)}
-            refill.add([(key, group) for key, group in zip(keys, groups, strict=True) if fates[key] == "trained"])
+            drawn = [(key, self._credited(group)) for key, group in await self.source.take(refill.missing)]
+            sampled += [group for _, group in drawn]
+            fates |= {key: fate(group, self.config) for key, group in drawn}
+            refill.add([(key, group) for key, group in drawn if fates[key] == "trained"])
         kept, surplus = refill.take(partial=True)
-        fates |= {key: "surplus" for key, _ in surplus}
+        fates |= {key: "surplus" for key, _ in surplus} | dict.fromkeys(self.admission.unusable(), "unusable")
         with span("packing"):
             batch = build_batch([group for _, group in kept], self.config.loss, self.config.sampling) if kept else None
-        return Drawn(batch, tuple(sampled), fates)
+        return Drawn(batch, tuple(sampled), fates, self.source.metrics())
 
-    def settle(self, drawn: Drawn) -> None:
+    def settle(self, fates: dict[Key, str]) -> None:
         """Write the fates of a step to the ledger."""
-        for key, fate in drawn.fates.items():
-            self.ledger.settle(key, fate)
-
-    def _admit(self, count: int, fates: dict[Key, str]) -> tuple[list[Key], list[Prompt]]:
-        """The next ``count`` questions that can be encoded; the others are settled as ``unusable``.
-
-        Raises:
-            ValueError: one cannot be used and bad rows are to stop the run, or none of the set can; the message is the last one's.
-        """
-        keys: list[Key] = []
-        prompts: list[Prompt] = []
-        failed: set[int] = set()  # since the last that could be used; a small set comes round within one batch
-        while len(prompts) < count:
-            key = self.ledger.admit()
-            try:
-                prompts.append(self.encoder.encode(self.questions.question(key[1])))
-            except ValueError as error:
-                failed.add(key[1])
-                fates[key] = "unusable"
-                if len(failed) >= len(self.questions) or stops_at_bad_rows(self.config.questions.train):
-                    raise
-                if not self._warned:
-                    self._warned = True
-                    log.warning("%s; the question is left out, further ones are only counted", error)
-                continue
-            failed.clear()
-            keys.append(key)
-        return keys, prompts
-
-    async def _sample(self, keys: Sequence[Key], prompts: Sequence[Prompt]) -> list[Group]:
-        return await draw_groups(
-            prompts,
-            self.engine,
-            self.scorer,
-            self.config.sampling,
-            seed=self.config.run.seed,
-            epochs=[epoch for epoch, _ in keys],
-            encoder=self.encoder,
-        )
+        for key, end in fates.items():
+            self.admission.ledger.settle(key, end)
+        self.source.trained([key for key, end in fates.items() if end == "trained"])
 
     def _credited(self, group: Group) -> Group:
         rewards = [None if rollout.reward is None else rollout.reward.total for rollout in group.rollouts]
@@ -127,11 +94,3 @@ class Controller:
             return group
         advantage = self.config.advantage
         return replace(group, advantages=group_advantages(rewards, ddof=advantage.ddof, normalise=advantage.normalise))
-
-    def _fate(self, group: Group) -> str:
-        if group.advantages is None:
-            return "unscored"
-        accuracies = [rollout.reward.accuracy for rollout in group.rollouts if rollout.reward is not None]
-        if self.config.dynamic_sampling and not keep(accuracies):
-            return "no_variance"
-        return "trained"

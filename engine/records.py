@@ -257,8 +257,8 @@ class StepBatch:
     """Under the learner's weights before the batch's first step, where ratios are against those; set by the learner itself."""
 
 
-class EngineDown(RuntimeError):
-    """An engine lost a request for good; the same request may be drawn again once it is back."""
+class EngineDown(RuntimeError):  # noqa: N818
+    """An engine died, hangs, or cannot do what is asked of it; the message names it. What it lost may be drawn again once it is back."""
 
 
 class Engine(Protocol):

@@ -2,23 +2,28 @@
 
 import asyncio
 import resource
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from headrace import checkpoint
-from headrace.assembly import Parts, RewardFunction, assemble
-from headrace.config import Config
+from headrace.assembly import Parts, assemble
+from headrace.config import Config, VLLMEngineConfig
 from headrace.controller import Drawn
-from headrace.evaluation import evaluate
 from headrace.interrupt import Interrupt
+from headrace.policy import parallel as ranks
+from headrace.policy.parallel import Parallel
 from headrace.profiling import Window, capturing
 from headrace.ranges import span
 from headrace.records import Question
+from headrace.rollouts import RewardFunction, RolloutState
+
+T = TypeVar("T")
+_PATIENCE = 0.5  # seconds between two looks whether an engine came back
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,12 @@ class Trainer:
 
     async def _train(self, interrupt: Interrupt) -> TrainResult:
         run = self.config.run
-        with assemble(self.config, self.reward, self.questions, fresh=self.fresh) as parts:
-            step = saved = _resume(parts)
+        engine = self.config.engine
+        parallel = ranks.start(engine.rollout_ranks if isinstance(engine, VLLMEngineConfig) else 0)
+        if not parallel.is_learner:
+            return _look_after_server(self.config, parallel)
+        async with assemble(self.config, parallel, self.reward, self.questions, fresh=self.fresh) as parts:
+            step = saved = await _resume(parts)
             interrupt.guard()
             if self.profile is not None:
                 self.profile.check(step, run.steps)
@@ -90,9 +99,9 @@ class Trainer:
                         await _step(parts, step)
                         await _evaluate(parts, step)
                         if step == run.steps or step % run.checkpoint_every == 0:
-                            saved = _save(parts, step)
+                            saved = await _save(parts, step)
             if saved < step:
-                _save(parts, step)
+                await _save(parts, step)
             return _finish(parts, step)
 
 
@@ -105,34 +114,82 @@ def _inside_a_loop() -> bool:
     return True
 
 
-def _resume(parts: Parts) -> int:
-    """Take up the newest checkpoint, or begin; the step it was made after."""
+def _look_after_server(config: Config, parallel: Parallel) -> TrainResult:
+    """All that a rollout rank does in a run."""
+    from headrace.servers import serve
+
+    assert isinstance(config.engine, VLLMEngineConfig)
+    assert parallel.store is not None
+    serve(config, config.engine, parallel.rank - parallel.world_size, parallel.store)
+    return TrainResult(config.run_folder, config.run.steps, None)
+
+
+async def _resume(parts: Parts) -> int:
+    """Take up the newest checkpoint, or begin, and give the engine the weights; the step it was made after."""
     restored = checkpoint.restore(parts.config.run_folder / "checkpoints", parts.learner)
+    step = 0 if restored is None else restored.step
     if restored is None:
         parts.journal.start()
-        return 0
-    for fault in restored.damaged:
-        parts.journal.warn(f"{fault}; an older one is taken")
-    parts.version = restored.step
+    else:
+        if parts.rollouts is not None:
+            await parts.rollouts.restore(RolloutState.from_checkpoint(restored.extra, restored.groups))
+        parts.journal.resume(step)
+        for line in restored.damaged:
+            parts.journal.warn(line)
+    await _refresh(parts, step)
+    return step
+
+
+async def _refresh(parts: Parts, step: int, *, always: bool = False) -> dict[str, float]:
+    """Give the engine the weights if that is due, and tell the rollout side; collective."""
+    metrics = parts.weights.refresh(step, always=always)
+    if metrics is None:
+        return {}
+    parts.version = step // parts.config.schedule.sync_interval
     if parts.rollouts is not None:
-        parts.rollouts.controller.ledger.restore(restored.extra.get("ledger"))
-    parts.journal.resume(restored.step)
-    return restored.step
+        await parts.rollouts.release()
+    return metrics
 
 
 async def _step(parts: Parts, step: int) -> None:
-    """Draw a batch, learn from it, write the row."""
+    """Draw a batch, learn from it, give the engine the weights, write the row."""
     with span("step"):
-        drawn = await _draw(parts)
+        drawn = await _draw(parts, step)
         metrics = _learn(parts, drawn)
-        _record(parts, step, drawn, metrics)
+        lag = parts.version
+        if drawn is not None and parts.rollouts is not None:
+            await parts.rollouts.settle(drawn.fates)
+        with parts.journal.phase("sync"):
+            metrics |= await _refresh(parts, step)
+        if drawn is not None:
+            parts.journal.log(step, {**metrics, **drawn.counts(lag), **_peak_memory()}, drawn.sampled, parts.encoder.decode)
 
 
-async def _draw(parts: Parts) -> Drawn | None:
+async def _draw(parts: Parts, step: int) -> Drawn | None:
     """The groups of one step, on rank 0."""
     with parts.journal.phase("sampling"):
-        parts.refresh_engine()
-        return await parts.rollouts.controller.draw() if parts.rollouts else None
+        return await _beside_engine(parts, step - 1, parts.rollouts.draw() if parts.rollouts else None)
+
+
+async def _beside_engine(parts: Parts, step: int, work: Coroutine[Any, Any, T] | None) -> T | None:
+    """What rank 0's ``work`` with the engine gives, on rank 0. Collective: all ranks stand by to push the weights after ``step`` batches
+    again, should an engine come back without them."""
+    task = None if work is None else asyncio.ensure_future(work)
+    try:
+        while True:
+            if task is not None:
+                await asyncio.wait({task}, timeout=_PATIENCE)
+            event = "wait"
+            if task is not None:
+                event = "done" if task.done() else "push" if parts.weights.overdue() else "wait"
+            event = parts.parallel.broadcast_json(event)
+            if event == "done":
+                return None if task is None else task.result()
+            if event == "push":
+                parts.weights.push(step)
+    finally:
+        if task is not None:
+            task.cancel()
 
 
 def _learn(parts: Parts, drawn: Drawn | None) -> dict[str, float]:
@@ -141,15 +198,6 @@ def _learn(parts: Parts, drawn: Drawn | None) -> dict[str, float]:
         if not parts.parallel.broadcast_json(drawn is not None and drawn.batch is not None):
             return {"learner/empty_batches": 1.0}
         return parts.learner.update(parts.parallel.broadcast_batch(drawn.batch if drawn else None))
-
-
-def _record(parts: Parts, step: int, drawn: Drawn | None, metrics: dict[str, float]) -> None:
-    """Settle the step's questions and write its row."""
-    parts.version = step
-    if drawn is None or parts.rollouts is None:
-        return
-    parts.rollouts.controller.settle(drawn)
-    parts.journal.log(step, {**metrics, **drawn.counts(step - 1), **_peak_memory()}, drawn.sampled, parts.encoder.decode)
 
 
 def _peak_memory() -> dict[str, float]:
@@ -168,18 +216,20 @@ async def _evaluate(parts: Parts, step: int) -> None:
     if not due or parts.config.questions.held_out is None:
         return
     with parts.journal.phase("evaluation"):
-        parts.refresh_engine()
-        side = parts.rollouts
-        if side is not None and side.held_out and not parts.journal.evaluated(step, name):
-            result = await evaluate(side.held_out, side.engine, side.scorer, parts.encoder, parts.config)
+        if not parts.parallel.broadcast_json(parts.rollouts is not None and not parts.journal.evaluated(step, name)):
+            return
+        await _refresh(parts, step, always=True)
+        result = await _beside_engine(parts, step, parts.rollouts.evaluate() if parts.rollouts else None)
+        if result is not None:
             parts.journal.log_evaluation(step, {"step": step, "name": name, **result})
 
 
-def _save(parts: Parts, step: int) -> int:
+async def _save(parts: Parts, step: int) -> int:
     """Checkpoint everything that the rest of the run depends on; the step."""
     with parts.journal.phase("checkpoint"):
-        extra = {"ledger": parts.rollouts.controller.ledger.state()} if parts.rollouts else {}
-        checkpoint.save(parts.config.run_folder / "checkpoints", step, parts.learner, extra, keep=parts.config.run.keep_checkpoints)
+        extra, groups = (await parts.rollouts.state()).for_checkpoint() if parts.rollouts else ({}, b"")
+        folder = parts.config.run_folder / "checkpoints"
+        checkpoint.save(folder, step, parts.learner, extra, keep=parts.config.run.keep_checkpoints, groups=groups)
     return step
 
 

@@ -6,25 +6,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"records", "config", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
+GROUND = {"records", "wire", "config", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
 SECOND = {
-    "controller",
-    "generation",
-    "trainer",
+    "admission",
     "assembly",
-    "starting_model",
-    "run_folder",
-    "hint_filling",
-    "decontamination",
-    "evaluation",
     "checkpoint",
     "checkpoint_files",
     "checkpoint_reader",
-    "interrupt",
-    "profiling",
-    "planning",
+    "controller",
+    "decontamination",
     "doctor",
+    "evaluation",
+    "generation",
+    "groups",
+    "hint_filling",
+    "interrupt",
+    "planning",
+    "profiling",
+    "pushed_weights",
+    "remote",
+    "rollout_process",
+    "rollouts",
+    "run_folder",
+    "servers",
+    "starting_model",
+    "task_sets",
+    "trainer",
+    "weights",
 }
 TOP = {"commands", "cli", "__main__"}
 

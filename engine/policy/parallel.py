@@ -40,6 +40,13 @@ class Parallel:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: dist.Store | None = None
+    """Of the launcher, shared with ranks that do not learn."""
+
+    @property
+    def is_learner(self) -> bool:
+        """False for a rank that looks after a server."""
+        return self.rank < self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -139,21 +146,35 @@ def of_policy(policy: nn.Module) -> Parallel:
     return Parallel(dist.get_rank(), dist.get_world_size(), device) if isinstance(policy, FSDPModule) else Parallel(device=device)
 
 
-def start(deadline: float = 3600.0) -> Parallel:
-    """Join the ranks that ``torchrun`` started, or be the only one.
+def start(rollout_ranks: int = 0, deadline: float = 3600.0) -> Parallel:
+    """Join the learners that ``torchrun`` started, or be the only one.
 
-    ``deadline``: seconds after which a collective that some rank never joins ends in an error instead of a hang. Longer
-    than a step's sampling, which the other ranks spend waiting for the batch.
+    Args:
+        rollout_ranks: last ranks of the launcher that are no learners; they join no process group.
+        deadline: seconds after which a collective that some rank never joins ends in an error instead of a hang.
+
+    Raises:
+        ValueError: the launcher has too few ranks.
     """
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if rollout_ranks:
+            raise ValueError(f"engine.rollout_ranks = {rollout_ranks} needs torchrun with more ranks than that")
         return Parallel(device=torch.device("cuda" if cuda else "cpu"))
     _stop_with_parent()
+    store, rank, ranks = next(iter(dist.rendezvous("env://")))
+    learners = ranks - rollout_ranks
+    if learners < 1:
+        raise ValueError(f"engine.rollout_ranks = {rollout_ranks} leaves no learner among {ranks} ranks")
+    if rank >= learners:
+        return Parallel(rank, learners, store=store)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=deadline))
-    return Parallel(dist.get_rank(), dist.get_world_size(), device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    wait = timedelta(seconds=deadline)
+    dist.init_process_group(backend, store=dist.PrefixStore("learners", store), rank=rank, world_size=learners, timeout=wait)
+    return Parallel(rank, learners, device, store)
 
 
 def _stop_with_parent() -> None:
@@ -190,12 +211,14 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_full_weights(policy: nn.Module, target: nn.Module | None) -> None:
-    """Copy all weights into ``target``, an unsharded policy of the same architecture on rank 0 (None elsewhere).
+    """Copy what is trained into ``target``, an unsharded policy on rank 0 that was loaded from the same directory (None elsewhere).
 
     One parameter at a time, so the extra memory is one gathered tensor. Collective: every rank calls it.
     """
     wanted = dict(target.named_parameters()) if target is not None else {}
     for name, parameter in policy.named_parameters():
+        if not parameter.requires_grad:
+            continue
         full = full_tensor(parameter)
         if target is not None:
             wanted[name].copy_(full)

@@ -85,14 +85,19 @@ class Ledger:
         return epoch, index
 
     def settle(self, key: Key, fate: str) -> None:
-        """Count a question in flight under its fate, for good.
+        """Count a question in flight, or one requeued by ``restore``, under its fate, for good.
 
         Raises:
-            ValueError: the key is not in flight, or the fate has no name.
+            ValueError: the key is neither, or the fate has no name.
         """
         if not fate:
             raise ValueError("ledger: a fate needs a name, such as trained")
-        self._land(key)
+        requeued = next((entry for entry in self._requeued if (entry[0], entry[2]) == key), None)
+        if requeued is not None:
+            self._requeued.remove(requeued)
+            heapq.heapify(self._requeued)
+        else:
+            self._land(key)
         self.counts[fate] += 1
 
     def requeue(self, key: Key) -> None:

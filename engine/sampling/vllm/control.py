@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from headrace.sampling.vllm.faults import EngineDown
+from headrace.records import EngineDown
 
 TIMEOUT = 300.0
 """Seconds for one call; receiving a bucket of weights is one."""

@@ -18,8 +18,9 @@ from pathlib import Path
 import httpx
 
 from headrace.config import VLLMEngineConfig
+from headrace.records import EngineDown
 from headrace.sampling.vllm import guard
-from headrace.sampling.vllm.faults import EngineDown, NotStarted
+from headrace.sampling.vllm.faults import NotStarted
 from headrace.sampling.vllm.launch import command, environment, free_port, require_vllm, served_tokenizer
 
 log = logging.getLogger(__name__)
