@@ -1,5 +1,6 @@
 """The rollout side: takes drawn groups, selects, assembles one batch per step, and accounts for every question."""
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -8,6 +9,7 @@ import numpy as np
 from headrace.admission import Admission
 from headrace.config import Config
 from headrace.credit.advantage import group_advantages
+from headrace.credit.routing import ClaimRouting
 from headrace.groups import GroupSource
 from headrace.policy.packing import build_batch
 from headrace.questions.ledger import Key
@@ -59,8 +61,9 @@ class Controller:
     after the optimizer step. A run killed in between finds the question in the queue again.
     """
 
-    def __init__(self, config: Config, source: GroupSource, admission: Admission) -> None:
+    def __init__(self, config: Config, source: GroupSource, admission: Admission, routing: ClaimRouting | None = None) -> None:
         self.config = config
+        self.routing = routing
         self.source = source
         self.admission = admission
 
@@ -78,9 +81,14 @@ class Controller:
             refill.add([(key, group) for key, group in drawn if fates[key] == "trained"])
         kept, surplus = refill.take(partial=True)
         fates |= {key: "surplus" for key, _ in surplus} | dict.fromkeys(self.admission.unusable(), "unusable")
+        groups = [group for _, group in kept]
+        metrics = self.source.metrics()
+        if self.routing is not None:
+            groups = await asyncio.gather(*map(self.routing.collect, groups))
+            metrics |= self.routing.metrics()
         with span("packing"):
-            batch = build_batch([group for _, group in kept], self.config.loss, self.config.sampling) if kept else None
-        return Drawn(batch, tuple(sampled), fates, self.source.metrics())
+            batch = build_batch(groups, self.config.loss, self.config.sampling) if groups else None
+        return Drawn(batch, tuple(sampled), fates, metrics)
 
     def settle(self, fates: dict[Key, str]) -> None:
         """Write the fates of a step to the ledger."""

@@ -6,7 +6,8 @@ docs/profiling.md shows how to capture them. Names are stable, so that two trace
 ``step``             one optimizer batch from drawing to writing its row; holds all below except evaluation and checkpoint
 ``sampling``         everything until the batch exists: ``wave 1`` and ``wave 2`` (or ``wave 1`` alone without CGE), each with
                      ``prefill``, one ``decode`` and one ``draw`` per position, then ``scoring``; after them ``packing``
-``update``           ``proximal`` where ratios or gaps are against the learner's own log-probs; per micro-batch ``inputs``
+``update``           ``counterfactual`` where credit rules compare with degraded media; ``proximal`` where ratios or gaps are
+                     against the learner's own log-probs; per micro-batch ``inputs``
                      (with ``reference``), ``forward`` with ``head`` inside, ``backward``; then ``reduce`` (totals over
                      micro-batches and ranks, gradient norm) and ``optimizer``
 ``evaluation``       held-out questions

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from headrace.admission import Admission
 from headrace.config import Config
 from headrace.controller import Controller, Drawn, fate
+from headrace.credit.routing import ClaimRouting
 from headrace.encoding import Encoder
 from headrace.evaluation import evaluate
 from headrace.groups import RETRY_SECONDS, Ahead, Together
@@ -91,6 +92,7 @@ class OwnRollouts:
         self._held_out = [] if sides.held_out is None else _encoded(sides.held_out, encoder, config, warn)
         self._scorer = ScoringPool(config.reward, reward=sides.reward, verify=getattr(sides.train, "verify", None))
         self._admission = Admission(config, sides.train, encoder, Ledger(len(sides.train), config.run.seed))
+        self._routing = ClaimRouting(config.credit, encoder, config.sampling.group_size)
         self._controller = self._make_controller(RolloutState())
 
     async def draw(self) -> Drawn:
@@ -122,6 +124,7 @@ class OwnRollouts:
 
     async def close(self) -> None:
         await self._controller.source.close()
+        await self._routing.close()
         await asyncio.to_thread(self._scorer.close)
         closing = getattr(self._engine, "close", None)
         if closing is not None:
@@ -130,7 +133,7 @@ class OwnRollouts:
     def _make_controller(self, state: RolloutState) -> Controller:
         config = self._config
         if config.engine.kind == "local":
-            return Controller(config, Together(self._admission, self._sample), self._admission)
+            return Controller(config, Together(self._admission, self._sample), self._admission, self._routing)
         ahead = Ahead(
             self._admission,
             self._sample,
@@ -139,10 +142,10 @@ class OwnRollouts:
             drawn=state.groups,
             unreleased=state.unreleased,
         )
-        return Controller(config, ahead, self._admission)
+        return Controller(config, ahead, self._admission, self._routing)
 
     async def _sample(self, keys: Sequence[Key], prompts: Sequence[Prompt]) -> list[Group]:
-        return await draw_groups(
+        groups = await draw_groups(
             prompts,
             self._engine,
             self._scorer,
@@ -151,6 +154,9 @@ class OwnRollouts:
             epochs=[epoch for epoch, _ in keys],
             encoder=self._encoder,
         )
+        for group in groups:
+            self._routing.start(group.prompt, group.rollouts)
+        return groups
 
 
 @dataclass(frozen=True, slots=True)
