@@ -106,6 +106,7 @@ class SharedMemoryTransport:
         try:
             for bucket in self._buckets():
                 if failure:
+                    bucket[0].unlink()
                     break
                 sent += bucket[1]["size"]
                 ready.put(bucket)

@@ -7,6 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
@@ -105,7 +106,8 @@ class Learner(nn.Module):
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32):
         super().__init__()
-        family = AutoModelForCausalLM if not (directory / "preprocessor_config.json").exists() else AutoModelForImageTextToText
+        visual = hasattr(AutoConfig.from_pretrained(directory), "vision_config")
+        family = AutoModelForImageTextToText if visual else AutoModelForCausalLM
         self.model = family.from_pretrained(directory, dtype=dtype).eval()
 
     @torch.no_grad()

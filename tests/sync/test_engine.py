@@ -7,8 +7,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from headrace.config import VLLMEngineConfig
-from headrace.sync.servers import SyncError
 from headrace.sync.push import WeightSync
+from headrace.sync.servers import SyncError
 from tests.sync import models
 from tests.sync.models import Learner, OneRank
 
