@@ -13,6 +13,8 @@ import numpy as np
 Array = np.ndarray
 Arm = Literal["free", "masked", "control"]
 FinishReason = Literal["stop", "length", "abort"]
+TRIAL = "trial"
+"""Weight version of tokens that a server drew while it proved that it takes weights (docs/weight_sync.md); they are drawn again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def _within(deadline: float, what: str, work: Any) -> Any:
     thread.start()
     thread.join(deadline)
     if not outcome:
-        raise SyncError(f"{what} took longer than {deadline:.0f} s: a server or its GPU is gone; restart the servers")
+        raise SyncError(f"{what} took longer than {deadline:g} s: a server or its GPU is gone; restart the servers")
     result, failure = outcome[0]
     if failure is not None:
         raise failure if isinstance(failure, SyncError) else SyncError(f"{what} failed ({failure})") from failure

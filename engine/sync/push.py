@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from headrace.config import VLLMEngineConfig
+from headrace.records import TRIAL
 from headrace.sync import canary
 from headrace.sync.nccl import NcclTransport
 from headrace.sync.servers import Server, SyncError, on_each
@@ -29,8 +30,6 @@ from headrace.sync.source import NamedWeights, WeightSource
 
 TRANSPORTS: dict[str, Callable[[WeightSource, int, float], Any]] = {"nccl": NcclTransport, "shm": SharedMemoryTransport}
 WORKER_EXTENSION = "headrace.sync.worker.Extension"
-TRIAL = "trial"
-"""Label of tokens drawn while a server is on trial, with weights that are nobody's."""
 DEADLINE = 600.0
 """Seconds any one thing may take on the servers."""
 

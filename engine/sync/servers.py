@@ -75,7 +75,7 @@ def on_each(servers: Sequence[Server], what: str, call: Callable[[Server], T], d
             index, result, failure = outcomes.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             late = ", ".join(server.name for index, server in enumerate(servers) if index not in results)
-            raise SyncError(f"{late}: {what} took longer than {deadline:.0f} s") from None
+            raise SyncError(f"{late}: {what} took longer than {deadline:g} s") from None
         if failure is not None:
             raise SyncError(f"{servers[index].name}: {what} failed ({' '.join(str(failure).split())[:500]})") from failure
         results[index] = result

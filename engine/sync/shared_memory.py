@@ -102,20 +102,18 @@ class SharedMemoryTransport:
         failure: list[Exception] = []
         sender = threading.Thread(target=_deliver, args=(ready, update, failure), name="sync-sender", daemon=True)
         sender.start()
-        sent = 0
         try:
             for bucket in self._buckets():
                 if failure:
                     bucket[0].unlink()
                     break
-                sent += bucket[1]["size"]
                 ready.put(bucket)
         finally:
             ready.put(None)
             sender.join()
         if failure:
             raise failure[0]
-        return sent
+        return sum(entry.nbytes for entry in self.source.entries())
 
     def _buckets(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         weights = iter(self.source)

@@ -102,7 +102,7 @@ def test_at_most_three_buckets_lie_in_memory_and_none_stays(transport):
     folder = transport._folder.path
     receiver = Receiver(folder, seconds=0.02)
     sent = transport.send([receiver])
-    assert sum(info["size"] for info in receiver.loaded) == sent >= sum(entry.nbytes for entry in transport.source.entries())
+    assert sum(info["size"] for info in receiver.loaded) >= sent == sum(entry.nbytes for entry in transport.source.entries())
     assert [name for info in receiver.loaded for name in info["names"]] == [entry.name for entry in transport.source.entries()]
     assert len(receiver.loaded) > 5
     assert receiver.files in (2, 3), "the next bucket is written while one is loaded"
