@@ -37,7 +37,7 @@ PATIENCE, REST = 8, 30.0
 """After so many requests in a row that nobody answered, the router is left alone for so many seconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Asked:
     """A request under way, or answered."""
 
@@ -45,6 +45,8 @@ class _Asked:
     task: asyncio.Task[Spans]
     deadline: float
     """Monotonic time at which the claims must be there."""
+    collected: bool = False
+    """Some rollout has had the answer."""
 
 
 class ClaimRouting:
@@ -134,7 +136,6 @@ class ClaimRouting:
         known = self._asked.get(key)
         if known is not None:
             self._asked.move_to_end(key)
-            self._counts["cached"] += known.task.done()
             return known
         request = _Asked(key, asyncio.create_task(self._route(prompt, rollout)), time.monotonic() + self._deadline)
         request.task.add_done_callback(_retrieve)
@@ -183,7 +184,10 @@ class ClaimRouting:
             self._end_waiting()
         try:
             if request.task.done():
-                return request.task.result()
+                claims = request.task.result()
+                self._counts["cached"] += request.collected
+                request.collected = True
+                return claims
             request.task.cancel()
             self._counts["late"] += 1
         except RouterError as error:

@@ -127,7 +127,7 @@ def test_the_same_response_is_asked_about_once() -> None:
     again, other, metrics = routed(steps, credit(), router)
     assert again[0] == again[1] == other[0] == ((0, 1),)
     assert len(router.asked) == 2
-    assert metrics["router/cached"] == 2
+    assert metrics["router/cached"] == 3  # the twin, and both again
 
 
 def test_both_signs_are_routed_where_both_are_gated() -> None:
