@@ -158,6 +158,8 @@ class VLLMEngine:
             drawn = self._reader.read(content, task.request)
         except AnswerError as error:
             raise EngineDown(f"{place.url}: {task.name}: {error}") from None
+        if TRIAL in drawn.labels:
+            return await self._attempt(fleet, place, task)  # from the same seed, with the weights that it has by now
         pushed = any(label.isdigit() for label in place.labels)
         place.labels.update(drawn.labels)
         if pushed and not all(label.isdigit() for label in drawn.labels):

