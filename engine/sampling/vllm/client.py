@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.config import VLLMEngineConfig
 from headrace.encoding import Encoder
-from headrace.records import Completion, EngineDown, SampleRequest
+from headrace.records import TRIAL, Completion, EngineDown, SampleRequest
 from headrace.sampling.stops import Stops
 from headrace.sampling.vllm.channel import spare_rows
 from headrace.sampling.vllm.control import error_text
@@ -85,7 +85,8 @@ class VLLMEngine:
         """
         fleet = await self._connected()
         limits = Stops(requests, self._context, self.encoder).limits
-        tasks = [self._task(request, int(limit)) for request, limit in zip(requests, limits, strict=True)]
+        media: dict[int, list[Item]] = {}
+        tasks = [self._task(request, int(limit), media) for request, limit in zip(requests, limits, strict=True)]
         work = [asyncio.create_task(self._draw(fleet, task)) for task in tasks]
         try:
             return list(await asyncio.gather(*work))
@@ -116,7 +117,8 @@ class VLLMEngine:
             self._fleet = fleet
         return self._fleet
 
-    def _task(self, request: SampleRequest, limit: int) -> _Task:
+    def _task(self, request: SampleRequest, limit: int, media: dict[int, list[Item]]) -> _Task:
+        """A request ready to be sent; ``media`` holds those of the prompts so far, by their homes."""
         prompt = request.prompt
         body: dict[str, Any] = {
             "token_ids": prompt.token_ids.tolist(),
@@ -125,7 +127,9 @@ class VLLMEngine:
         if self.version is not None:
             body["cache_salt"] = str(self.version())
         home = hash((prompt.question.media, prompt.token_ids.tobytes()))
-        return _Task(request, body, items(self.encoder, prompt), home, self._epoch)
+        if home not in media:
+            media[home] = items(self.encoder, prompt)
+        return _Task(request, body, media[home], home, self._epoch)
 
     async def _draw(self, fleet: Fleet, task: _Task) -> Completion:
         while True:
@@ -149,6 +153,8 @@ class VLLMEngine:
         if task.media:
             if not await self._introduced(fleet, place, task):
                 return None
+            if task.epoch != self._epoch:
+                return _nothing()
             body = body | {"features": features(task.media, whole=False)}
         content = self._checked(place, task, await fleet.generate(place, body, task.name, task.end))
         if content is None:
