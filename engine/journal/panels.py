@@ -169,6 +169,65 @@ SELECTION = (
         ),
     ),
 )
+CREDIT = (
+    Panel(
+        "Gates of claims",
+        "mean gate",
+        "share",
+        "Over the direct visual claims of responses with a positive advantage; over their tokens; and weighted by what the tokens gain.",
+        (
+            Curve("pacg/span_gate", "claims", 1),
+            Curve("pacg/token_multiplier", "tokens", 2, 1),
+            Curve("pacg/retention", "retention", 3, 2, overlaid=False),
+        ),
+    ),
+    Panel(
+        "Claim tokens with less credit",
+        "share of positive claim tokens",
+        "share",
+        "Tokens whose gate is below 1, and those on the floor.",
+        (Curve("pacg/attenuated_share", "below 1", 1), Curve("pacg/floor_share", "on the floor", 2, 1)),
+    ),
+    Panel(
+        "Corrected persistence",
+        "nats per token",
+        "free",
+        "Change of a claim's log-prob with the degraded picture, less that of the rest of the response: below 0 the claim retracts.",
+        (Curve("pacg/delta_mean", "mean", 1), Curve("pacg/delta_p90", "90th percentile", 2, 1)),
+    ),
+    Panel(
+        "Sensitivity",
+        "nats per token",
+        "zero",
+        "Divergence of a claim's token distributions with the picture from those with the degraded one.",
+        (Curve("pacg/efs", "claims", 1),),
+    ),
+    Panel(
+        "What the gate reaches",
+        "share",
+        "share",
+        "Responses the router answered and whose claims could be judged, among those with a positive advantage; claim tokens among theirs.",
+        (
+            Curve("pacg/routed_rollouts", "routed", 1),
+            Curve("pacg/intervention_valid", "judged", 2, 1),
+            Curve("pacg/direct_tokens", "claim tokens", 6, 2),
+        ),
+    ),
+    Panel(
+        "Dependency on the picture",
+        "nats per token",
+        "zero",
+        "Of the tokens that VPPO selected and of the others.",
+        (Curve("vppo/dependency_selected", "selected", 1), Curve("vppo/dependency_unselected", "others", 6, 1)),
+    ),
+    Panel(
+        "Wait for claims",
+        "seconds per step",
+        "zero",
+        "Time in which the step had nothing to do but wait for the router.",
+        (Curve("time/router_wait", "wait", 1),),
+    ),
+)
 UPDATE = (
     Panel(
         "Clipped positions",

@@ -69,6 +69,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
             "learning": panels.draw(panels.LEARNING, runs),
             "second_wave": panels.draw(panels.SECOND_WAVE, runs),
             "selection": panels.draw(panels.SELECTION, runs),
+            "credit": panels.draw(panels.CREDIT, [run for run in runs if run.has("pacg/intervention_valid") or run.has("vppo/dependency")]),
             "update": panels.draw(panels.UPDATE, runs),
             "cost": panels.draw(panels.COST, runs),
         },
