@@ -7,6 +7,7 @@ On CUDA in half precision the rows go to torch's variable-length flash attention
 rows of similar length and given to scaled dot-product attention with ``is_causal``: no mask, no query sees a pad, pads are dropped.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,17 @@ class Bucket:
     slot: Tensor  # [n] int64, positions in the flattened [rows x length] bucket
 
 
-def row_buckets(cu_seqlens: Tensor) -> tuple[Bucket, ...]:
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """All rows of a packed sequence. A type of its own and no tuple, whose length a compiled layer would be specialised to."""
+
+    parts: tuple[Bucket, ...]
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.parts)
+
+
+def row_buckets(cu_seqlens: Tensor) -> Buckets:
     """Group packed rows into buckets, longest first; empty rows belong to none.
 
     Args:
@@ -51,7 +62,7 @@ def row_buckets(cu_seqlens: Tensor) -> tuple[Bucket, ...]:
         source = (starts[rows, None] + offsets)[real]
         slot = real.flatten().nonzero().squeeze(1)
         buckets.append(Bucket(taken, longest, source.to(cu_seqlens.device), slot.to(cu_seqlens.device)))
-    return tuple(buckets)
+    return Buckets(tuple(buckets))
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
@@ -107,7 +118,7 @@ def varlen_attention(
     max_length: int,
     *,
     scale: float,
-    buckets: tuple[Bucket, ...] | None = None,
+    buckets: Buckets | None = None,
 ) -> Tensor:
     """Causal attention inside each packed row.
 
@@ -130,13 +141,18 @@ def varlen_attention(
             q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=(-1, 0), enable_gqa=grouped
         )
         return output
-    buckets = row_buckets(cu_seqlens) if buckets is None else buckets
+    return _bucketed(q, k, v, row_buckets(cu_seqlens) if buckets is None else buckets, scale)
+
+
+@torch.compiler.disable  # its shapes follow the lengths of the rows; the rest of a compiled layer sees one flat sequence
+def _bucketed(q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, scale: float) -> Tensor:
+    """Scaled dot-product attention, a call for every bucket."""
     outputs = []
-    for rows in zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True):
+    for rows in zip(*(_Pad.apply(x, buckets.parts) for x in (q, k, v)), strict=True):
         qb, kb, vb = (x.transpose(1, 2) for x in rows)  # [rows, heads, length, d]
-        output = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=grouped)
+        output = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(output.transpose(1, 2))
-    return _Unpad.apply(buckets, q.shape[0], *outputs)
+    return _Unpad.apply(buckets.parts, q.shape[0], *outputs)
 
 
 def _refuse_unsupported(module: nn.Module, keys: int, options: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ T = TypeVar("T")
 def prepare(policy: Policy, config: ModelConfig, parallel: Parallel, *, compile: bool = False) -> None:
     """Compiled layers, activation checkpointing and, with several ranks, FSDP2; in place. Copies for a reference are taken before.
 
+    A layer is compiled around its attention, whose kernel is no compiler's business; with gradients and without makes two versions.
+
     Every decoder layer is a unit; the root unit holds the rest: norm, embeddings and head (one tensor where tied) and
     the vision tower, so that a micro-batch without pictures needs no collective of its own. Master weights and gradient
     sums are fp32, layers compute in ``config.dtype``, what is frozen stays in it. Gradients are summed over ranks and not
@@ -30,7 +32,7 @@ def prepare(policy: Policy, config: ModelConfig, parallel: Parallel, *, compile:
     layers = policy.model.get_decoder().layers
     for layer in layers:
         if compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = _compiled(layer.forward)
         if config.activation_checkpointing:
             layer.forward = _recomputed(layer.forward)
     mesh = _mesh(config, parallel)
@@ -68,6 +70,17 @@ def _mesh(config: ModelConfig, parallel: Parallel) -> DeviceMesh | None:
     if shard is None or shard == ranks:
         return init_device_mesh(parallel.device.type, (ranks,))
     return init_device_mesh(parallel.device.type, (ranks // shard, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _compiled(forward: Callable[..., T]) -> Callable[..., T]:
+    """``forward`` compiled for packed rows of any length; a local engine's own calls, with their growing caches, run as they are."""
+    fast = torch.compile(forward, dynamic=True)
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        packed = kwargs.get("cu_seqlens") is not None and kwargs.get("past_key_values") is None
+        return fast(*args, **kwargs) if packed else forward(*args, **kwargs)
+
+    return run
 
 
 def _recomputed(forward: Callable[..., T]) -> Callable[..., T]:
