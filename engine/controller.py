@@ -15,7 +15,9 @@ from headrace.policy.packing import build_batch
 from headrace.questions.ledger import Key
 from headrace.ranges import span
 from headrace.records import Group, StepBatch
+from headrace.selection import paqm
 from headrace.selection.dapo import Refill, keep
+from headrace.selection.hsr import assemble_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,17 @@ def fate(group: Group, config: Config) -> str:
     """How a drawn group's question ends: ``trained``, or why not."""
     if sum(rollout.reward is not None for rollout in group.rollouts) < 2:
         return "unscored"
+    if group.mining is not None and not group.mining.kept:
+        return "trivial"
     accuracies = [rollout.reward.accuracy for rollout in group.rollouts if rollout.reward is not None]
     if config.dynamic_sampling and not keep(accuracies):
         return "no_variance"
     return "trained"
+
+
+def drawing_rounds(config: Config) -> int:
+    """Times that a step asks for more groups in place of those that do not train."""
+    return max((section.max_rounds for section in (config.dynamic_sampling, config.paqm) if section is not None), default=1)
 
 
 class Controller:
@@ -69,9 +78,8 @@ class Controller:
 
     async def draw(self) -> Drawn:
         """Take groups until the batch is full or the drawing rounds are used up."""
-        dynamic = self.config.dynamic_sampling
         wanted = self.config.run.questions_per_step
-        refill: Refill[tuple[Key, Group]] = Refill(wanted, max_rounds=dynamic.max_rounds if dynamic else 1)
+        refill: Refill[tuple[Key, Group]] = Refill(wanted, max_rounds=drawing_rounds(self.config))
         fates: dict[Key, str] = {}
         sampled: list[Group] = []
         while refill.status == "open":
@@ -81,8 +89,10 @@ class Controller:
             refill.add([(key, group) for key, group in drawn if fates[key] == "trained"])
         kept, surplus = refill.take(partial=True)
         fates |= {key: "surplus" for key, _ in surplus} | dict.fromkeys(self.admission.unusable(), "unusable")
-        groups = [group for _, group in kept]
-        metrics = self.source.metrics()
+        groups, metrics = self._reassembled([group for _, group in kept])
+        metrics |= self.source.metrics()
+        if self.config.paqm is not None:
+            metrics |= paqm.metrics(sampled)
         if self.routing is not None:
             groups = await asyncio.gather(*map(self.routing.collect, groups))
             metrics |= self.routing.metrics()
@@ -95,6 +105,13 @@ class Controller:
         for key, end in fates.items():
             self.admission.ledger.settle(key, end)
         self.source.trained([key for key, end in fates.items() if end == "trained"])
+
+    def _reassembled(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The batch's groups as stratified replay makes them, with advantages, and its metrics."""
+        if self.config.hsr is None:
+            return groups, {}
+        groups, metrics = assemble_groups(groups, self.config.hsr, self.config.run.seed)
+        return [group if group.advantages is not None else self._credited(group) for group in groups], metrics
 
     def _credited(self, group: Group) -> Group:
         rewards = [None if rollout.reward is None else rollout.reward.total for rollout in group.rollouts]

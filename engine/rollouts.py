@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.admission import Admission
-from headrace.config import Config
+from headrace.config import Config, SamplingConfig
 from headrace.controller import Controller, Drawn, fate
 from headrace.credit.routing import ClaimRouting
 from headrace.encoding import Encoder
 from headrace.evaluation import evaluate
 from headrace.groups import RETRY_SECONDS, Ahead, Together
+from headrace.questions.hints import load_hints
 from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet, stops_at_bad_rows
 from headrace.records import Engine, EngineDown, Group, Prompt, Question, Reward
 from headrace.rewards.pool import ScoringPool
 from headrace.sampling.waves import draw_groups
 from headrace.schedule import slots
+from headrace.selection.paqm import Miner
 from headrace.wire import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class OwnRollouts:
         self._scorer = ScoringPool(config.reward, reward=sides.reward, verify=getattr(sides.train, "verify", None))
         self._admission = Admission(config, sides.train, encoder, Ledger(len(sides.train), config.run.seed))
         self._routing = ClaimRouting(config.credit, encoder, config.sampling.group_size)
+        self._miner = self._make_miner()
         self._controller = self._make_controller(RolloutState())
 
     async def draw(self) -> Drawn:
@@ -130,6 +133,13 @@ class OwnRollouts:
         if closing is not None:
             await closing()
 
+    def _make_miner(self) -> Miner | None:
+        config = self._config
+        if config.paqm is None:
+            return None
+        hints = load_hints(config.paqm.hints) if config.paqm.hints is not None else {}
+        return Miner(config.paqm, config.sampling, self._draw, self._encoder.encode, hints, config.run.seed)
+
     def _make_controller(self, state: RolloutState) -> Controller:
         config = self._config
         if config.engine.kind == "local":
@@ -145,18 +155,17 @@ class OwnRollouts:
         return Controller(config, ahead, self._admission, self._routing)
 
     async def _sample(self, keys: Sequence[Key], prompts: Sequence[Prompt]) -> list[Group]:
-        groups = await draw_groups(
-            prompts,
-            self._engine,
-            self._scorer,
-            self._config.sampling,
-            seed=self._config.run.seed,
-            epochs=[epoch for epoch, _ in keys],
-            encoder=self._encoder,
-        )
+        epochs = [epoch for epoch, _ in keys]
+        if self._miner is not None:
+            groups = await self._miner.draw(prompts, epochs)
+        else:
+            groups = await self._draw(prompts, self._config.sampling, seed=self._config.run.seed, epochs=epochs)
         for group in groups:
             self._routing.start(group.prompt, group.rollouts)
         return groups
+
+    async def _draw(self, prompts: Sequence[Prompt], sampling: SamplingConfig, *, seed: int, epochs: Sequence[int]) -> list[Group]:
+        return await draw_groups(prompts, self._engine, self._scorer, sampling, seed=seed, epochs=epochs, encoder=self._encoder)
 
 
 @dataclass(frozen=True, slots=True)
