@@ -9,7 +9,7 @@ from headrace.records import EngineDown
 from headrace.sampling.vllm.control import Control
 from headrace.servers import Servers, wait_until_back
 from headrace.sync.servers import SyncError
-from headrace.sync.weight_sync import SyncReport, WeightSync
+from headrace.sync.push import WeightSync
 
 _TRIES = 3
 """Pushes that may fail one after the other while no server dies."""
@@ -55,7 +55,7 @@ class PushedWeights:
                     raise
                 continue
             self._pushed, self._newest = generations, step
-            return _metrics(report)
+            return report.metrics()
         raise AssertionError("the last try raises")
 
     def overdue(self) -> bool:
@@ -83,13 +83,3 @@ class PushedWeights:
     @staticmethod
     def _control(servers: Servers, number: int) -> Control:
         return Control(servers.urls[number], generation=lambda: servers.generations()[number])
-
-
-def _metrics(report: SyncReport) -> dict[str, float]:
-    return {
-        "sync/seconds": report.seconds,
-        "sync/paused_seconds": report.paused,
-        "sync/gigabytes_per_second": report.gigabytes_per_second,
-        "sync/canary_gap": report.canary_gap,
-        "sync/version": float(report.version),
-    }
