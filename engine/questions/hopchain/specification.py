@@ -9,6 +9,8 @@ from random import Random
 from headrace.questions.hopchain.records import LETTERS, HopType, Link, Specification
 
 _TRIES = 20_000
+_LEAST_SPREAD = {2: 2, 3: 4, 4: 7, 5: 13, 6: 24, 7: 44, 8: 84}
+"""Smallest largest member of n whole numbers with distinct subset sums (Conway and Guy): what yes and no must differ by."""
 _LINKS: tuple[tuple[Link, float], ...] = (("flat", 0.30), ("selector", 0.40), ("chain", 0.30))  # the paper's 0.70 of selectors, split
 _OTHERS: tuple[HopType, ...] = ("order", "spatial", "action")
 
@@ -27,8 +29,11 @@ class Profile:
             raise ValueError(f"hop weights {dict(self.hops)}: expected counts from 2 to {len(LETTERS)} with weights of at least 0")
         if sum(self.hops.values()) <= 0:
             raise ValueError("hop weights: expected at least one above 0")
-        if self.max_number < 2:
-            raise ValueError(f"max_number = {self.max_number}: two different numbers need at least 2")
+        for n, weight in self.hops.items():
+            if weight and self.max_number <= _LEAST_SPREAD[n]:
+                raise ValueError(
+                    f"max_number = {self.max_number}: {n} hops have distinct totals only with numbers up to {_LEAST_SPREAD[n] + 1} or more"
+                )
 
 
 PROFILES = {

@@ -87,9 +87,23 @@ def test_the_published_marginals_reach_three_hops() -> None:
     assert counts[3] / 2000 == pytest.approx(PROFILES["paper_marginal"].hops[3], abs=0.015)
 
 
-def test_a_specification_that_must_collide_says_so() -> None:
-    with pytest.raises(ValueError, match=r"v/0: no 6 pairs of numbers from 1 to 5 with distinct totals in 20,000 draws"):
-        draw_specification("v", profile=Profile({6: 1.0}, max_number=5))
+@pytest.mark.parametrize(("n", "least"), [(2, 3), (3, 5), (4, 8)])
+def test_numbers_too_small_for_distinct_totals_are_refused(n: int, least: int) -> None:
+    """The bound is exact: every set of differences below it collides, one at it does not."""
+    from itertools import combinations
+
+    def possible(highest: int) -> bool:
+        return any(totals_distinct([(d + 1, 1) for d in differences]) for differences in combinations(range(1, highest), n))
+
+    assert (possible(least - 1), possible(least)) == (False, True)
+    with pytest.raises(ValueError, match=f"{n} hops have distinct totals only with numbers up to {least} or more"):
+        Profile({n: 1.0}, max_number=least - 1)
+    assert Profile({n: 1.0}, max_number=least)
+
+
+def test_a_draw_that_finds_no_distinct_totals_says_so() -> None:
+    with pytest.raises(ValueError, match=r"v/0: no 6 pairs of numbers from 1 to 25 with distinct totals in 20,000 draws"):
+        draw_specification("v", profile=Profile({6: 1.0}, max_number=25))
     with pytest.raises(ValueError, match="expected one of release, paper_marginal"):
         draw_specification("v", profile="other")
     with pytest.raises(ValueError, match="expected counts from 2 to 8"):
