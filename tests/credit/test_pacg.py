@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.credit.pacg import FORMS, corrected_persistence, gate, token_gates
+from headrace.kernels import PolicySpec, policy_loss
 
 LOGPROBS = [-0.20, -0.50, -0.30, -0.10, -0.40, -0.05, -0.30, -0.20, -0.40, -0.60]
 DEGRADED = [-0.25, -0.52, -0.31, -0.20, -1.30, -0.07, -0.33, -0.22, -0.45, -0.68]
@@ -117,3 +119,25 @@ def test_more_persistence_never_opens_a_gate_and_gates_stay_in_range(values, rai
 def test_no_strength_or_a_floor_of_one_leaves_everything_open(values, form) -> None:
     assert (gate(values, alpha=0.0, form=form) == 1).all()
     assert (gate(values, floor=1.0, form=form) == 1).all()
+
+
+def surrogate(ratio: float, gate_value: float) -> tuple[float, float]:
+    """Value of a positive token's objective at DAPO's clip, and its gradient in the log-prob."""
+    logprob = torch.tensor([np.log(ratio)], dtype=torch.float64, requires_grad=True)
+    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    loss = policy_loss(logprob, zero, zero, POSITIVE * one, one, PolicySpec(clip_high=0.28), gates=gate_value * one).loss
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    return -loss.item(), -gradient.item()
+
+
+@given(st.floats(0.05, 20), st.floats(0.3, 1))
+def test_a_gate_scales_the_gradient_and_keeps_the_branch_of_the_clip(ratio: float, value: float) -> None:
+    """SPEC 6.6; the most a token's objective can lose is (1 - floor) A (1 + clip_high)."""
+    (whole, slope), (gated, gated_slope) = surrogate(ratio, 1.0), surrogate(ratio, value)
+    assert gated_slope == pytest.approx(value * slope, rel=1e-12)
+    assert (gated_slope == 0) == (slope == 0) == (ratio > 1.28)
+    assert whole - gated <= 0.7 * POSITIVE * 1.28 + 1e-9
+
+
+def test_ex_6_6_the_bound_is_reached_beyond_the_clip() -> None:
+    assert surrogate(1.5, 1.0)[0] - surrogate(1.5, 0.3)[0] == pytest.approx(1.551918, abs=1e-6)
