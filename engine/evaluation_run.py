@@ -8,19 +8,19 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace.config import Config, ConfigError, RowsSource, VLLMEngineConfig
+from headrace.drawing import drawing
 from headrace.encoding import Encoder
 from headrace.evaluation import answer
 from headrace.evaluation_job import Job
 from headrace.journal.store import make_folder, write_text
 from headrace.questions.sets import QuestionSet, load, stops_at_bad_rows
-from headrace.records import Engine, Prompt
+from headrace.records import Prompt
 from headrace.rewards.pool import ScoringPool
 from headrace.run_folder import lock
 from headrace.starting_model import encoder_of
@@ -150,7 +150,7 @@ async def _answer(
     config = job.config
     chunk, workers = _pace(config)
     waiting: Iterator[Sequence[Prompt]] = (prompts[start : start + chunk] for start in range(0, len(prompts), chunk))
-    async with _engine(job, encoder) as engine:
+    async with drawing(config, job.directory, encoder) as engine:
         with (
             ScoringPool(config.reward, verify=getattr(questions, "verify", None)) as scorer,
             (job.folder / "rows.jsonl").open("a", encoding="utf-8") as file,
@@ -180,28 +180,3 @@ def _pace(config: Config) -> tuple[int, int]:
     if isinstance(config.engine, VLLMEngineConfig):
         return 1, max(1, 2 * config.engine.max_num_seqs * max(1, len(config.engine.urls) or config.engine.servers) // rows)
     return max(1, config.sampling.batch_rows // rows), 1
-
-
-@asynccontextmanager
-async def _engine(job: Job, encoder: Encoder) -> AsyncIterator[Engine]:
-    """The engine that draws, with the checkpoint's weights."""
-    config = job.config
-    if isinstance(config.engine, VLLMEngineConfig):
-        from headrace.sampling.vllm.client import VLLMEngine
-        from headrace.servers import start_servers
-
-        servers = await asyncio.to_thread(start_servers, config, config.engine, job.directory, encoder, None)
-        engine = VLLMEngine(servers.urls, encoder, config.engine, version=lambda: 0)
-        try:
-            yield engine
-        finally:
-            await engine.close()
-            await asyncio.to_thread(servers.close)
-        return
-    import torch
-
-    from headrace.policy.model import Policy
-    from headrace.sampling.local import LocalEngine
-
-    policy = Policy.load(job.directory, config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    yield LocalEngine(policy, encoder, batch_rows=config.sampling.batch_rows)

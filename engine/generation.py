@@ -3,14 +3,15 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.config import ConfigError, DirectoryModel, ModelConfig
+from headrace.config import Config, ConfigError, DirectoryModel, ModelConfig, QuestionsConfig, RunConfig, SamplingConfig
+from headrace.drawing import drawing
 from headrace.questions.hopchain.accounts import accounts_text, table_text
 from headrace.questions.hopchain.dataset import Kept, assemble, row
 from headrace.questions.hopchain.difficulty import EngineSolver
@@ -27,6 +28,7 @@ from headrace.questions.rows import question_of_row
 from headrace.records import Question
 from headrace.rewards import extract, score
 from headrace.run_folder import lock
+from headrace.starting_model import encoder_of
 
 Report = Callable[[str, str], None]
 _STATE = "work"
@@ -73,7 +75,7 @@ def build(config: CorpusConfig, *, fresh: bool = False, watcher: Watcher | None 
         report = watcher.report if watcher is not None else lambda stage, fate: None
         state = config.folder / _STATE
         with ThreadPoolExecutor(config.decoders, thread_name_prefix="decoder") as threads:
-            shop = asyncio.run(_work(config, videos, state, threads, report, models))
+            shop = asyncio.run(_run(config, videos, state, threads, report, models))
         counted = tally(shop, videos, state)
         assembly = assemble(counted.kept, config, _accuracy)
         account = counted.accounts["assemble"]
@@ -90,14 +92,27 @@ def build(config: CorpusConfig, *, fresh: bool = False, watcher: Watcher | None 
         return Corpus(config.folder, about, summary)
 
 
-async def _work(
+async def _run(
     config: CorpusConfig, videos: VideoList, state: Path, threads: ThreadPoolExecutor, report: Report, models: Models | None
+) -> Workshop:
+    """Connect everything and take every video through its stages."""
+    async with AsyncExitStack() as closing:
+        return await _work(config, videos, state, threads, report, models, closing)
+
+
+async def _work(
+    config: CorpusConfig,
+    videos: VideoList,
+    state: Path,
+    threads: ThreadPoolExecutor,
+    report: Report,
+    models: Models | None,
+    closing: AsyncExitStack,
 ) -> Workshop:
     proxies = config.folder / "videos"
     proxies.mkdir(exist_ok=True)
     make: Callable[[Video], None] | None = None
     solver: Solver | None = None
-    closing: list[Any] = []
     if isinstance(config.videos, WorldConfig):
         from headrace.questions.hopchain.world.films import Studio
         from headrace.questions.hopchain.world.models import ScriptedModels, ScriptedSolver
@@ -113,37 +128,35 @@ async def _work(
 
         assert config.models is not None
         served = ServedModels(config.models, config.draw.rewrite_temperature)
-        closing.append(served)
+        closing.push_async_callback(served.close)
         models = served
     if config.difficulty is not None and config.difficulty.model is not None:
-        solver = base_policy(config.difficulty, config.difficulty.model, config.seed)
+        solver = await closing.enter_async_context(base_policy(config, config.difficulty, config.difficulty.model))
     shop = Workshop(config, models, solver, lambda candidate, proxy: _question(candidate, proxy, config), threads, proxies, report, make)
-    try:
-        await work(shop, videos, state)
-    finally:
-        for served in closing:
-            await served.close()
+    await work(shop, videos, state)
     return shop
 
 
-def base_policy(rules: DifficultyConfig, directory: Path, seed: int) -> EngineSolver:
-    """The policy of a model directory behind the embedded engine.
+@asynccontextmanager
+async def base_policy(config: CorpusConfig, rules: DifficultyConfig, directory: Path) -> AsyncIterator[EngineSolver]:
+    """The policy of a model directory behind the configured engine.
 
     Raises:
+        EngineDown: its server does not start.
         ValueError: the directory is no model.
     """
-    from headrace.encoding import Encoder
-    from headrace.policy.model import Policy
-    from headrace.policy.parallel import Parallel
-    from headrace.policy.sources import materialise
-    from headrace.sampling.local import LocalEngine
-
-    source = DirectoryModel(path=directory)
-    materialise(source, directory, seed, None)
-    encoder = Encoder.load(directory, think_prefill=True, system_prompt=None, max_prompt_tokens=rules.max_prompt_tokens)
-    policy = Policy.load(directory, ModelConfig(source=source, dtype=rules.dtype), Parallel().device)
-    engine = LocalEngine(policy, encoder, batch_rows=rules.rollouts)
-    return EngineSolver(engine, encoder, answered_integer, temperature=rules.temperature, max_tokens=rules.max_tokens, seed=seed)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"difficulty.model: {directory} is no model directory (it has no config.json)")
+    settings = Config(
+        run=RunConfig(name="base_policy", folder=config.folder / _STATE, seed=config.seed),
+        model=ModelConfig(source=DirectoryModel(path=directory), dtype=rules.dtype),
+        questions=QuestionsConfig(max_prompt_tokens=rules.max_prompt_tokens),
+        sampling=SamplingConfig(max_tokens=rules.max_tokens, temperature=rules.temperature, batch_rows=max(rules.rollouts, 1)),
+        engine=rules.engine,
+    )
+    encoder = encoder_of(directory, settings)
+    async with drawing(settings, directory, encoder) as engine:
+        yield EngineSolver(engine, encoder, answered_integer, temperature=rules.temperature, max_tokens=rules.max_tokens, seed=config.seed)
 
 
 def answered_integer(response: str) -> int | None:

@@ -118,14 +118,14 @@ def worst(accounts: Sequence[Account], most: int = 3) -> str:
 
 def configured_stages(config: CorpusConfig) -> dict[str, object]:
     """The fields that a video's state depends on, flat: a corpus goes on under the same ones only."""
-    changes = {"at_once", "decoders", "keep_per_video", "held_out", "name", "system_prompt", "folder"}
-    tuning = {"url", "key_variable", "concurrency", "timeout", "patience"}
+    changes = {"at_once", "decoders", "keep_per_video", "held_out", "name", "folder"}
+    tuning = {"url", "key_variable", "concurrency", "timeout", "patience"}  # of a server
     flat: dict[str, object] = {}
 
     def visit(value: object, name: str) -> None:
         if isinstance(value, dict):
             for key, part in value.items():
-                if not (name.startswith("models.") and key in tuning):
+                if not (name.startswith("models.") and key in tuning) and (name, key) != ("difficulty", "engine"):
                     visit(part, f"{name}.{key}" if name else str(key))
         else:
             flat[name] = value

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config import Model
+from headrace.config import EngineConfig, LocalEngineConfig, Model
 from headrace.questions.hopchain.specification import PROFILES, Profile
 
 
@@ -150,6 +150,8 @@ class DifficultyConfig(Model):
     """Model directory of the base policy; None takes the scripted one, in a scripted world."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Its compute type."""
+    engine: EngineConfig = LocalEngineConfig()
+    """Where it draws: in this process, or on vLLM servers."""
     rollouts: int = Field(8, ge=1)
     """Answers per question."""
     drop_from: float = Field(0.75, gt=0, le=1)

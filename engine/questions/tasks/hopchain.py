@@ -1,12 +1,14 @@
 """A Video-HopChain corpus as a task: its hop records tell how a question is reasoned out, so a tiny policy can be warm-started on it.
 
-The evidence is the clip, or in its place the captions of its shots, a line each with the number of the shot last. A hop is reasoned
-out by naming where it looks and what it asks, restating the caption that settles it, and a running sum::
+The evidence is the clip, or in its place the captions of its shots. A hop is reasoned out by naming where it looks and in which shot
+that is, what it asks, the caption that settles it, and a running sum::
 
-    <think> A the forest , the shape is green : The forest shows a green ring on the left that falls . 3 : yes 4 sum 4 ;
-    B A yes so the sea , … </think> <answer> 13 </answer>
+    <think> A the forest 3 , the shape is green : The@3 forest@3 shows@3 a@3 green@3 ring@3 : yes 4 sum 4 ;
+    B A yes so the sea 5 , the lava 1 : no 9 sum 13 </think> <answer> 13 </answer>
 
-Punctuation stands apart, so that every word is one token of a scratch model.
+Punctuation stands apart, so that every word is one token of a scratch model, and every word of a caption carries its shot: no two tokens
+of the evidence are alike, which turns restating a caption into match and copy. As plain words three layers had not learned it after
+a thousand steps.
 """
 
 import json
@@ -18,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from headrace.config import HopchainSource
-from headrace.questions.hopchain.records import LETTERS, Candidate, Caption, Hop
+from headrace.questions.hopchain.records import LETTERS, Candidate, Caption
 from headrace.questions.hopchain.render import render
 from headrace.questions.sets import Split
 from headrace.records import Media, Question
 
+_WORD = re.compile(r"[^\s.,:;?!()+]+")
 _PUNCTUATION = re.compile(r"([.,:;?!()+])")
 
 
@@ -97,9 +100,10 @@ class HopchainTask:
             words.update(word for hop in candidate.hops for word in spaced(" ".join([*hop.scenes, hop.fact])).split())
             largest = max(largest, sum(max(hop.yes, hop.no) for hop in candidate.hops))
         for captions in self._captions.values():
-            words.update(word for caption in captions for word in spaced(caption.text).split())
             largest = max(largest, len(captions))
-        return sorted(words | {str(number) for number in range(largest + 1)})
+        seen = {word for captions in self._captions.values() for caption in captions for word in _WORD.findall(caption.text)}
+        tagged = {f"{word}@{shot}" for word in seen for shot in range(max(map(len, self._captions.values())))}
+        return sorted(words | tagged | {str(number) for number in range(largest + 1)})
 
     def _entry(self, index: int) -> tuple[Mapping[str, Any], Candidate]:
         if not 0 <= index < len(self):
@@ -109,26 +113,24 @@ class HopchainTask:
     def _reasoned(self, candidate: Candidate, number: int, verdicts: Sequence[bool]) -> str:
         """Where a hop looks, what it asks, and the captions that settle it."""
         hop, router = candidate.hops[number], candidate.specification.router_of(number)
-        moments = list(zip(hop.scenes, hop.segments, strict=True))
+        moments = [(f"{spaced(scene)} {shot}", shot) for scene, shot in zip(hop.scenes, hop.segments, strict=True)]
         start = LETTERS[number]
         if router is not None:
             half = len(moments) // 2
             moments = moments[:half] if verdicts[router] else moments[half:]
             start += f" {LETTERS[router]} {'yes' if verdicts[router] else 'no'} so"
-        named = spaced(" , ".join(scene for scene, _ in moments) + _asked(hop))
-        return f"{start} {named} : {' '.join(self._line(candidate, shot) for _, shot in moments)}"
+        named = " , ".join(scene for scene, _ in moments)
+        if hop.type == "order":
+            return f"{start} {named}"
+        return f"{start} {named} , {spaced(hop.fact)} : {self._line(candidate, moments[0][1])}"
 
     def _captions_of(self, candidate: Candidate) -> list[Caption]:
         return self._captions[candidate.specification.video_id]
 
     def _line(self, candidate: Candidate, shot: int) -> str:
-        """The caption of a shot, its number last."""
+        """The words of a shot's caption, each with its shot."""
         captions = self._captions_of(candidate)
-        return f"{spaced(captions[shot].text)} {shot}" if shot < len(captions) else str(shot)
-
-
-def _asked(hop: Hop) -> str:
-    return "" if hop.type == "order" else f" , {hop.fact}"
+        return " ".join(f"{word}@{shot}" for word in _WORD.findall(captions[shot].text)) if shot < len(captions) else ""
 
 
 def _record(entry: Mapping[str, Any]) -> Candidate:
