@@ -329,10 +329,12 @@ def test_a_killed_parent_leaves_no_vllm_process(served: Served, tmp_path: Path) 
     code = f"""
         from pathlib import Path
         from headrace.config import VLLMEngineConfig
+        from headrace.sampling.vllm.launch import free_port
         from headrace.sampling.vllm.server import Server
         config = VLLMEngineConfig(kind="vllm", memory=0.0625)
         directory, folder = Path({str(served.tiny.directory)!r}), Path({str(tmp_path)!r})
         server = Server(directory, config, dtype="float32", max_model_len=64, settings=Path({str(served.settings)!r}), folder=folder)
+        server.port = free_port("127.0.0.1")
         server._launch()
         print(server._guard.pid, server.pid, flush=True)
         server._guard.wait()
