@@ -26,7 +26,9 @@ class Control:
         """
         self.name = url.rstrip("/")
         self._generation = generation
-        self._client = httpx.Client(base_url=self.name, timeout=httpx.Timeout(timeout, connect=10.0), trust_env=False)
+        # A connection for each call: the server drops the one that it answered with an internal error, and a call on it would fail too.
+        once = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.name, timeout=httpx.Timeout(timeout, connect=10.0), limits=once, trust_env=False)
 
     @property
     def generation(self) -> int:
