@@ -102,7 +102,8 @@ class WeightSync:
         self.ranks = ranks
         self.score = score
         self.deadline = deadline
-        self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else model.config.dtype
+        dtype = config.dtype or model.config.dtype
+        self.dtype: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.source = WeightSource(model, self.dtype, named_weights)
         self.version: int | None = None
         """The last version that was proven on every server."""

@@ -13,6 +13,7 @@ from headrace.policy import parallel as ranks
 from headrace.policy.adapters import named_weights
 from headrace.policy.model import Policy
 from headrace.policy.score import score_sequence
+from headrace.policy.sharding import prepare
 from headrace.sampling.vllm.control import Control
 from headrace.sync.push import WeightSync
 
@@ -21,7 +22,7 @@ def main(folder: Path, model: Path, url: str) -> None:
     parallel = ranks.start(deadline=120)
     config = ModelConfig(source=DirectoryModel(path=model))
     policy = Policy.load(model, config, parallel.device)
-    ranks.prepare(policy, config, parallel)
+    prepare(policy, config, parallel)
     with torch.no_grad():
         for parameter in policy.parameters():
             assert isinstance(parameter, DTensor), "a sharded learner"
