@@ -19,7 +19,7 @@ set -euo pipefail
 
 config=${1:?usage: sbatch examples/slurm.sh CONFIG [section.field=value ...]}
 gpus=${SLURM_GPUS_ON_NODE:-8}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 export OMP_NUM_THREADS=$((${SLURM_CPUS_ON_NODE:-64} / gpus))
 export HF_HUB_OFFLINE=1
@@ -32,7 +32,7 @@ srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node "$gpus" \
     --rdzv-backend c10d \
-    --rdzv-endpoint "$head:${MASTER_PORT:-29500}" \
+    --rdzv-endpoint "${hosts[0]}:${MASTER_PORT:-29500}" \
     --rdzv-id "$SLURM_JOB_ID" \
     --max-restarts 3 \
     -m headrace train "$config" "${@:2}"

@@ -1,7 +1,9 @@
 """The examples and the code blocks of the README run as they stand."""
 
+import os
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,24 @@ def test_readme_links_exist() -> None:
     assert links
     missing = [link for link in links if not (ROOT / link).exists()]
     assert not missing
+
+
+def test_slurm_script_starts_one_torchrun_over_all_nodes(tmp_path: Path) -> None:
+    """With SLURM's commands replaced by ones that print, the script asks for what docs/topologies.md says."""
+    for name, text in {"scontrol": "echo node-a; echo node-b", "srun": 'printf "%s " "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "node-[a-d]",
+        "SLURM_NNODES": "4",
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_ON_NODE": "96",
+    }
+    command = ["bash", str(ROOT / "examples/slurm.sh"), "configs/cge_qwen3vl_8b.yaml", "run.seed=1"]
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-a:29500 --rdzv-id 7" in shown
+    assert shown.rstrip().endswith("-m headrace train configs/cge_qwen3vl_8b.yaml run.seed=1")
+    config = headrace.load_config(ROOT / "configs/cge_qwen3vl_8b.yaml")
+    assert 4 * 8 - config.engine.rollout_ranks == 16

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from headrace.config import Config, DirectoryModel, RowsSource, VLLMEngineConfig
@@ -53,12 +54,16 @@ def questions(config: Config) -> Iterator[Check]:
 
 
 def topology(config: Config) -> Iterator[Check]:
-    """Rollout ranks make whole servers."""
+    """Rollout ranks make whole servers, and a server fits this machine."""
     engine = config.engine
     if isinstance(engine, VLLMEngineConfig) and engine.rollout_ranks:
         whole = engine.rollout_ranks % engine.tensor_parallel == 0
         found = f"{engine.rollout_ranks} rollout ranks, tensor_parallel {engine.tensor_parallel}"
         yield Check.of("topology", whole, found, "engine.rollout_ranks must be a multiple of engine.tensor_parallel")
+    if isinstance(engine, VLLMEngineConfig) and torch.cuda.is_available() and not engine.urls:
+        devices = torch.cuda.device_count()
+        found = f"{devices} GPUs here, {engine.tensor_parallel} for a server"
+        yield Check.of("GPUs of a server", engine.tensor_parallel <= devices, found, "lower engine.tensor_parallel")
 
 
 def weights(directory: Path) -> Check:

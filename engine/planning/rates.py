@@ -35,7 +35,13 @@ class Split:
 
     @property
     def one_node(self) -> bool:
+        """Both sides share a node, so weights are pushed over its links."""
         return self.nodes == 1
+
+    @property
+    def shared(self) -> bool:
+        """The embedded engine: the learner's GPUs draw too."""
+        return self.ranks + self.rollout_gpus > self.nodes * self.gpus_per_node
 
 
 class Rates(Model):

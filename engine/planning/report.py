@@ -113,7 +113,8 @@ def _scaling_table(plan: Plan) -> Table:
 
 
 def _name(candidate: Candidate) -> str:
-    return f"{candidate.split.ranks:,} + {candidate.split.rollout_gpus:,}"
+    split = candidate.split
+    return f"{split.ranks:,} shared" if split.shared else f"{split.ranks:,} + {split.rollout_gpus:,}"
 
 
 def _figures(candidate: Candidate) -> list[str]:
