@@ -12,6 +12,7 @@ from headrace.commands.export import export
 from headrace.commands.plan import plan
 from headrace.commands.questions import app as questions
 from headrace.commands.report import report
+from headrace.commands.study import study
 from headrace.commands.train import train
 from headrace.records import EngineDown
 from headrace.sync.servers import SyncError
@@ -21,6 +22,7 @@ app.command()(train)
 app.command()(report)
 app.command()(export)
 app.command("eval")(evaluate)
+app.command()(study)
 app.command()(plan)
 app.command()(doctor)
 app.add_typer(questions, name="questions")

@@ -48,3 +48,18 @@ def mean_interval(values: Sequence[float]) -> Interval:
     if set(values) <= {0.0, 1.0} or len(set(values)) == 1:
         return wilson(sum(values), len(values))
     return bootstrap_mean(values)
+
+
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314)
+"""Student's t, two-sided 95 %, for 1, 2, … degrees of freedom."""
+
+
+def mean_t(values: Sequence[float]) -> Interval | None:
+    """Student's interval of the mean of few independent values, such as one per seed; None for a single one."""
+    count = len(values)
+    if count < 2:
+        return None
+    data = np.asarray(values, dtype=np.float64)
+    quantile = _T[count - 2] if count - 2 < len(_T) else Z * (1 + (Z**2 + 1) / (4 * (count - 1)))  # Cornish-Fisher beyond the table
+    half = quantile * data.std(ddof=1) / np.sqrt(count)
+    return float(data.mean() - half), float(data.mean() + half)

@@ -263,7 +263,7 @@ def draw(panels: Iterable[Panel], runs: Sequence[RunData]) -> list[Chart]:
             for label, colour, dash in [_style(run, curve, number, position, len(runs))]
         ]
         if series:
-            charts.append(_chart(panel.title, panel.unit, panel.scale, panel.note, series))
+            charts.append(chart(panel.title, panel.unit, panel.scale, panel.note, series))
     return charts
 
 
@@ -277,7 +277,8 @@ def _series(run: RunData, curve: Curve, label: str, colour: int, dash: int) -> S
     return mean_series(run, curve.metric, label, colour, dash)
 
 
-def _chart(title: str, unit: str, scale: Scale, note: str, series: list[Series]) -> Chart:
+def chart(title: str, unit: str, scale: Scale, note: str, series: list[Series]) -> Chart:
+    """A drawn panel with its legend and its content in words."""
     legend = [(item.label, (item.colour - 1) % COLOURS + 1, item.dash) for item in series] if len(series) > 1 else []
     return Chart(title, note, line_chart(series, title, unit, scale), legend, "; ".join(map(_in_words, series)))
 
@@ -325,4 +326,4 @@ def draw_evaluations(runs: Sequence[RunData]) -> list[Chart]:
     if not series:
         return []
     note = "Held-out questions; bars are 95 % intervals over questions."
-    return [_chart("Held-out accuracy", "share of answers that are right", "share", note, series)]
+    return [chart("Held-out accuracy", "share of answers that are right", "share", note, series)]

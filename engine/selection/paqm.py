@@ -224,6 +224,8 @@ def metrics(groups: Sequence[Group]) -> dict[str, float]:
         **rates({"paqm/reclaimed": reclaimed}, len(impossible)),
         **rates({"paqm/reclaimed_of_hinted": reclaimed}, len(hinted)),
         **rates(paired, len(controlled)),
+        "paqm/only_hint_n": float(sum(_solved(each.hinted) and not _solved(each.control) for each in controlled)),
+        "paqm/only_control_n": float(sum(_solved(each.control) and not _solved(each.hinted) for each in controlled)),
         "paqm/probed_n": float(sum(bool(each.probe) for each in impossible)),
         "paqm/hinted_n": float(len(hinted)),
         "paqm/control_n": float(len(controlled)),
