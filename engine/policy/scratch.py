@@ -75,7 +75,7 @@ def build_vision(directory: Path, source: ScratchVisionModel, vocabulary: Sequen
     """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    tokenizer = word_tokenizer([*vocabulary, FRAME], tuple(MEDIA_TOKENS.values()))
+    tokenizer = word_tokenizer([*vocabulary, *({FRAME} - set(vocabulary))], tuple(MEDIA_TOKENS.values()))
     vocabulary_ids: dict[str, Any] = tokenizer.get_vocab()
     third = HEAD_DIM // 2 // 3
     config = Qwen3VLConfig(

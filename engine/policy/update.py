@@ -4,7 +4,6 @@ The loss weights in a batch are already global, so micro-batches and ranks simpl
 """
 
 import math
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,23 +14,18 @@ import torch
 from torch import Tensor
 
 from headrace.config import Config, LossConfig
-from headrace.kernels import Metric, PolicySpec, combine_metrics, empty_metrics, linear_policy_loss, summarise_metrics
+from headrace.kernels import Metric, PolicySpec
 from headrace.policy.counterfactual import all_logprobs, refined, score_counterfactual, scores_of_rows, wanted_media
 from headrace.policy.gap import corrected, gap_metrics, needs_proximal, update_masses
-from headrace.policy.model import PackedRows, Policy
+from headrace.policy.loss_head import LossHead
+from headrace.policy.model import Policy
 from headrace.policy.optimizer import Optimizer, learning_rate
 from headrace.policy.packing import MicroBatch, rows_with_gradient, schedule, split_batch, split_rows, take_rows
 from headrace.policy.parallel import Parallel
 from headrace.policy.reference import reference_of
-from headrace.policy.score import (
-    IGNORED,
-    packed_rows,
-    place,
-    predicted,
-    predicted_targets,
-    teacher_forced,
-)
+from headrace.policy.score import packed_rows, place
 from headrace.policy.sharding import prepare
+from headrace.policy.step_metrics import named, neutral, pooled, total
 from headrace.ranges import span
 from headrace.records import Array, CounterfactualScores, CreditRule, StepBatch
 
@@ -99,7 +93,7 @@ class Learner:
         batch, gaps = self._correct(batch, scores)
         minis = self._credited(batch, scores)
         steps = [self._step(mini, measure_gap=not gaps and mini is minis[0]) for mini in minis]
-        metrics = _mean(steps) | gaps | scoring
+        metrics = pooled(steps) | gaps | scoring
         metrics["learner/tokens"] = float(len(batch.token_ids))
         metrics["learner/rows"] = float(len(batch.prompts))
         metrics |= {f"learner/left_out_{reason}": float(count) for reason, count in batch.left_out.items()}
@@ -183,7 +177,7 @@ class Learner:
         values, norm = self._reduce(counted, bool(gradient.any()))
         ran = time.perf_counter()
         response_tokens = int(batch.response_mask.sum())
-        metrics = _named(values, response_tokens)
+        metrics = named(values, response_tokens)
         if self.reference is not None and response_tokens:
             metrics["policy/reference_kl"] = float(values[Metric.REFERENCE_KL]) / response_tokens
         if measure_gap or batch.watched:
@@ -213,7 +207,7 @@ class Learner:
         if micro.filler:
             part = replace(part, loss_mask=np.zeros_like(part.loss_mask), loss_weight=np.zeros_like(part.loss_weight))
         with span("inputs"):
-            head = _Head(self, part, packed_rows(part, self.parallel.device))
+            head = LossHead(self, part, packed_rows(part, self.parallel.device))
         with span("forward"), torch.set_grad_enabled(micro.gradient):
             loss, vector = self.policy(head.rows, head)
         if micro.gradient:
@@ -235,11 +229,10 @@ class Learner:
     def _reduce(self, vectors: list[Tensor], has_gradient: bool) -> tuple[Tensor, float]:
         """Totals over micro-batches and ranks with one collective and one host sync: vector on the host, global gradient norm (or 0)."""
         device = self.parallel.device
-        neutral = torch.cat([empty_metrics(device), torch.zeros(2, device=device)])
-        mine = _total([neutral, *vectors])
-        total = _total(list(self.parallel.gather_rows(mine)))
+        mine = total([neutral(device), *vectors])
+        everywhere = total(list(self.parallel.gather_rows(mine)))
         norm = self.optimizer.gradient_norm().to(device) if has_gradient else torch.zeros((), device=device)
-        values = torch.cat([total, norm.reshape(1)]).cpu()
+        values = torch.cat([everywhere, norm.reshape(1)]).cpu()
         return values[:-1], float(values[-1])
 
     @span("optimizer")
@@ -261,128 +254,3 @@ class Learner:
                 "Check the rewards, lower optimizer.learning_rate, or set learner.on_non_finite: skip"
             )
         return False
-
-
-class _Head:
-    """The loss of one micro-batch, as the head that the policy runs on its hidden states."""
-
-    def __init__(self, learner: Learner, part: StepBatch, rows: PackedRows) -> None:
-        self.learner, self.part, self.rows = learner, part, rows
-        device = learner.parallel.device
-        self.targets = torch.from_numpy(predicted_targets(part, part.response_mask)).to(device, non_blocking=True)
-        streams = np.stack([part.old_logprobs, part.advantages, part.loss_weight, part.gates])
-        self.old, self.advantages, self.weights, self.gates = torch.from_numpy(predicted(streams)).to(device, non_blocking=True)
-        self.mask = torch.from_numpy(predicted(part.loss_mask)).to(device, non_blocking=True)
-        self.proximal = None
-        if part.proximal_logprobs is not None:
-            self.proximal = torch.from_numpy(predicted(part.proximal_logprobs)).to(device, non_blocking=True)
-        self.logprobs = torch.empty(0)
-        """[N] at the predicting positions, once the head has run."""
-        self.reference = None
-        if learner.reference is not None:
-            with span("reference"):
-                self.reference, _ = teacher_forced(learner.reference, rows, self.targets, part.temperature, learner.banned_ids)
-
-    @span("head")
-    def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and metrics [len(Metric) + 2] from hidden [N, D] and head weight [V, D]."""
-        result = self._loss(hidden, weight, self.learner.spec, self.targets, self.advantages, self.mask)
-        loss, metrics = result.loss, result.metrics
-        self.logprobs = result.logprobs
-        if self.learner.spec.has_regulariser and bool((self.part.response_mask & ~self.part.loss_mask).any()):
-            # KL and entropy terms see every response token. Those outside the numerator get them from a call of their own, which keeps
-            # their behaviour log-probs, under another distribution, out of the ratio metrics.
-            targets = torch.where(self.mask, IGNORED, self.targets)
-            rest = self._loss(hidden, weight, self.regulariser, targets, torch.zeros_like(self.advantages), None)
-            loss, metrics = loss + rest.loss, metrics.clone()
-            metrics[Metric.REFERENCE_KL] += rest.metrics[Metric.REFERENCE_KL]
-        vector = torch.cat([metrics, torch.stack([loss.detach().float(), result.entropies.sum()])])
-        return loss + self._anchor(), vector
-
-    @property
-    def regulariser(self) -> PolicySpec:
-        """The specification without its surrogate's demands; meant for advantage 0."""
-        return replace(self.learner.spec, kind="ppo", dual_clip=None, tis_cap=None)
-
-    def _loss(self, hidden: Tensor, weight: Tensor, spec: PolicySpec, targets: Tensor, advantages: Tensor, mask: Tensor | None):
-        return linear_policy_loss(
-            hidden,
-            weight,
-            targets,
-            self.old,
-            advantages,
-            self.weights,
-            spec,
-            gates=self.gates,
-            mask=mask,
-            ref_logprobs=self.reference,
-            proximal_logprobs=self.proximal,
-            cu_seqlens=self.rows.cu_seqlens,
-            temperature=self.part.temperature,
-            ignore_index=IGNORED,
-            banned=self.learner.banned_ids,
-        )
-
-    def _anchor(self) -> Tensor | float:
-        """Zero that depends on the vision tower, for a micro-batch without pictures beside ranks that have some.
-
-        FSDP reduces the gradients that exist; without it ranks would reduce different sets and hang.
-        """
-        learner = self.learner
-        if learner.parallel.world_size == 1 or not learner.config.model.train_vision or any(self.part.media):
-            return 0.0
-        tower = [parameter for name, parameter in learner.policy.named_parameters() if "visual" in name and parameter.requires_grad]
-        return sum((parameter.flatten()[0].float() * 0.0 for parameter in tower), start=torch.zeros((), device=learner.parallel.device))
-
-
-def _total(vectors: list[Tensor]) -> Tensor:
-    """One vector [len(Metric) + 2] from those of micro-batches or ranks."""
-    metrics = combine_metrics([vector[: len(Metric)] for vector in vectors])
-    return torch.cat([metrics, torch.stack([vector[len(Metric) :] for vector in vectors]).sum(0)])
-
-
-_NAMES = {
-    "clip_low": "ppo/clip_low",
-    "clip_high": "ppo/clip_high",
-    "clip_dual": "ppo/clip_dual",
-    "k1": "ppo/kl_k1",
-    "k3": "ppo/kl_k3",
-    "ratio": "ppo/ratio_mean",
-    "ratio_min": "ppo/ratio_min",
-    "ratio_max": "ppo/ratio_max",
-    "effective_sample_share": "ppo/effective_sample_share",
-    "surprisal": "policy/surprisal",
-}
-"""Of the kernel's summary, what is reported and as what: means over unmasked response tokens."""
-
-
-def _named(values: Tensor, response_tokens: int) -> dict[str, float]:
-    """Metrics by name from the reduced vector [len(Metric) + 2] on the host; the entropy is over all response tokens."""
-    summary = summarise_metrics(values[: len(Metric)])
-    loss, entropy = values[len(Metric) :].tolist()
-    metrics = {"loss": loss, "ppo/tokens": summary["tokens"]}
-    if response_tokens:
-        metrics["policy/entropy"] = entropy / response_tokens
-    if summary["tokens"]:
-        metrics["ppo/clip_share"] = summary["clip_low"] + summary["clip_high"] + summary["clip_dual"]
-    return metrics | {_NAMES[name]: value for name, value in summary.items() if name in _NAMES}
-
-
-def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a batch from those of its optimizer steps: times and counts add, extremes stay, means over tokens are pooled by
-    their tokens, and the rest (loss, norm, rate) is averaged."""
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for step in steps for name in step):
-        having = [step for step in steps if name in step]
-        values = [step[name] for step in having]
-        if name.startswith(("time/", "learner/")) or name == "ppo/tokens":
-            merged[name] = math.fsum(values)
-        elif name in ("ppo/ratio_min", "ppo/ratio_max"):
-            merged[name] = (min if name == "ppo/ratio_min" else max)(values)
-        else:
-            everywhere = name in ("policy/entropy", "policy/reference_kl")
-            counted = "learner/response_tokens" if everywhere else "ppo/tokens" if "/" in name else None
-            weights = [step[counted] if counted else 1.0 for step in having]
-            weights = weights if any(weights) else [1.0] * len(having)
-            merged[name] = math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
-    return merged

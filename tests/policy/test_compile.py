@@ -23,10 +23,10 @@ def fresh():
     torch._dynamo.reset()
 
 
-def assert_equal_to_plain(model, seeds, **sections):
+def assert_equal_to_plain(directory, seeds, **sections):
     """Both learn from batches of ever other lengths; graphs so far after each."""
-    plain = make_learner(make_config(model, **sections))
-    fast = make_learner(make_config(model, **{**sections, "learner": {"compile": True, **sections.get("learner", {})}}))
+    plain = make_learner(make_config(directory, **sections))
+    fast = make_learner(make_config(directory, **{**sections, "learner": {"compile": True, **sections.get("learner", {})}}))
     graphs = []
     for seed in seeds:
         batch = random_batch(seed, plain.config.loss, groups=2 + seed % 3, longest=4 + seed, zero_groups=seed % 2)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headrace.policy.optimizer import Optimizer, learning_rate
 from headrace.policy.packing import MicroBatch, loss_weights, rows_with_gradient, schedule, take_rows
 from headrace.policy.score import score_batch
-from headrace.policy.update import Learner, NonFiniteError, _named
+from headrace.policy.step_metrics import named
+from headrace.policy.update import Learner, NonFiniteError
 from tests.policy.learner_cases import BANNED, make_config, make_learner, moved, random_batch, tiny_model
 
 LOSSES = {
@@ -187,7 +188,7 @@ def test_clip_share_is_of_unmasked_positions_with_an_active_clip(learners):
     advantage = batch.advantages[batch.loss_mask]
     clipped = ((advantage > 0) & (ratio > 1.3)) | ((advantage < 0) & (ratio < 0.8))
     values, _ = gradients(learner, batch, plan_of(learner, batch, 50))
-    metrics = _named(values, int(batch.response_mask.sum()))
+    metrics = named(values, int(batch.response_mask.sum()))
     assert metrics["ppo/clip_share"] == pytest.approx(clipped.mean(), abs=1e-6)
     assert 0 < clipped.mean() < 1
 
