@@ -6,10 +6,14 @@ import typer
 
 from headrace.bench.kernels import kernels
 from headrace.bench.rollout import rollout
+from headrace.bench.step import step
+from headrace.bench.sync import sync
 
 app = typer.Typer(help="Measure Headrace against named baselines in one process.", no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(kernels)
 app.command()(rollout)
+app.command()(step)
+app.command()(sync)
 
 
 def main() -> None:
