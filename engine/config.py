@@ -364,8 +364,9 @@ class DynamicSamplingConfig(Model):
 class PAQMConfig(Model):
     """Query mining: down-sample what is mastered, hint at what never succeeds (docs/selection.md)."""
 
-    hints: Path | None = None
-    """Hint cache, JSONL or Parquet (``headrace questions hints`` writes one); None hints at nothing."""
+    hints: Literal["script"] | Path | None = None
+    """Hint cache, JSONL or Parquet (``headrace questions hints`` writes one); ``script`` takes the task generator's own hints; None
+    hints at nothing."""
     keep_trivial: float = Field(0.1, ge=0, le=1)
     """Share of the questions answered right by every pilot rollout that train all the same; 0 drops them, 1 keeps all."""
     probe_share: float = Field(0.0, ge=0, le=1)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headrace.config import ConfigError, RowsSource, load_config
-from headrace.questions.hints import PARTS
+from headrace.questions.hints import PARTS, Scripted
 from headrace.questions.hopchain.chat import Chat
 from headrace.questions.hopchain.settings import ServerConfig
 from headrace.questions.sets import QuestionSet, load
-from headrace.questions.teacher import Filled, Scripted, ask, script
+from headrace.questions.teacher import Filled, ask, script
 
 
 def teacher(url: str, model: str | None, key_variable: str | None, concurrency: int) -> ServerConfig:

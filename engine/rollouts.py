@@ -13,7 +13,7 @@ from headrace.credit.routing import ClaimRouting
 from headrace.encoding import Encoder
 from headrace.evaluation import evaluate
 from headrace.groups import RETRY_SECONDS, Ahead, Together
-from headrace.questions.hints import load_hints
+from headrace.questions.hints import hints_for
 from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet, stops_at_bad_rows
 from headrace.records import Engine, EngineDown, Group, Prompt, Question, Reward
@@ -95,7 +95,7 @@ class OwnRollouts:
         self._scorer = ScoringPool(config.reward, reward=sides.reward, verify=getattr(sides.train, "verify", None))
         self._admission = Admission(config, sides.train, encoder, Ledger(len(sides.train), config.run.seed))
         self._routing = ClaimRouting(config.credit, encoder, config.sampling.group_size)
-        self._miner = self._make_miner()
+        self._miner = self._make_miner(sides.train)
         self._controller = self._make_controller(RolloutState())
 
     async def draw(self) -> Drawn:
@@ -133,11 +133,11 @@ class OwnRollouts:
         if closing is not None:
             await closing()
 
-    def _make_miner(self) -> Miner | None:
+    def _make_miner(self, questions: QuestionSet) -> Miner | None:
         config = self._config
         if config.paqm is None:
             return None
-        hints = load_hints(config.paqm.hints) if config.paqm.hints is not None else {}
+        hints = hints_for(config.paqm.hints, questions)
         return Miner(config.paqm, config.sampling, self._draw, self._encoder.encode, hints, config.run.seed)
 
     def _make_controller(self, state: RolloutState) -> Controller:

@@ -7,13 +7,38 @@ A row is ``{"id": "q17", "caption": …, "visual": …, "reasoning": …}``; eve
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.questions.row_error import RowError
 from headrace.questions.rows import read_rows
+from headrace.questions.sets import QuestionSet
 from headrace.records import Hint
 
 PARTS = ("caption", "visual", "reasoning")
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """A task generator that can hint at its own questions."""
+
+    def hint(self, index: int) -> Hint:
+        """What a teacher would say about question ``index``, true by construction."""
+        ...
+
+
+def hints_for(source: Path | Literal["script"] | None, questions: QuestionSet) -> dict[str, Hint]:
+    """The hints that a run is configured with, by question id; a script's are made for all questions at once.
+
+    Raises:
+        ValueError: the cache cannot be read, or the questions have no script.
+    """
+    if source is None:
+        return {}
+    if source != "script":
+        return load_hints(Path(source))
+    if not isinstance(questions, Scripted):
+        raise ValueError("paqm.hints = script: these questions do not hint at themselves; name a cache, see `headrace questions hints`")
+    return {questions.question(index).id: questions.hint(index) for index in range(len(questions))}
 
 
 def load_hints(path: str | Path) -> dict[str, Hint]:

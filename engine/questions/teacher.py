@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from PIL import Image, ImageOps
 
@@ -44,15 +44,6 @@ ATTEMPTS = 2
 CLIP_FRAMES = 8
 MAX_PIXELS = 1_000_000
 _PLACEHOLDER = re.compile(r"<(?:image|video)>\s*")
-
-
-@runtime_checkable
-class Scripted(Protocol):
-    """A task generator that can hint at its own questions."""
-
-    def hint(self, index: int) -> Hint:
-        """What a teacher would say about question ``index``, true by construction."""
-        ...
 
 
 def gives_away(text: str, answer: str) -> bool:

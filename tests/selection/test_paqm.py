@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.config import CGEConfig, PAQMConfig, SamplingConfig
-from headrace.questions.hints import load_hints
+from headrace.questions.hints import hints_for, load_hints
 from headrace.records import Completion, Group, Hint, Media, Prompt, Question, Reward, Rollout, SampleRequest
 from headrace.sampling.waves import draw_groups
 from headrace.selection import paqm
@@ -266,6 +266,27 @@ def test_a_bad_hint_row_is_named(tmp_path: Path, line: str, words: str) -> None:
     path.write_text('{"id": "ok"}\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"hints\.jsonl:2: .*{words}"):
         load_hints(path)
+
+
+def test_hints_of_a_run(tmp_path: Path) -> None:
+    class Questions:
+        def __len__(self) -> int:
+            return 2
+
+        def question(self, index: int) -> Question:
+            return question(f"q{index}")
+
+    class WithHints(Questions):
+        def hint(self, index: int) -> Hint:
+            return Hint(reasoning=f"step {index}")
+
+    assert hints_for(None, Questions()) == {}
+    assert hints_for("script", WithHints())["q1"].reasoning == "step 1"
+    with pytest.raises(ValueError, match="do not hint at themselves"):
+        hints_for("script", Questions())
+    (tmp_path / "h.jsonl").write_text('{"id": "q0", "visual": "v"}\n')
+    assert hints_for(tmp_path / "h.jsonl", Questions()) == {"q0": Hint(visual="v")}
+    assert (PAQMConfig(hints="script").hints, PAQMConfig(hints="h.jsonl").hints) == ("script", Path("h.jsonl"))
 
 
 def test_a_template_without_a_place_for_the_hint_is_refused() -> None:
