@@ -38,7 +38,10 @@ class Batch:
         self, added: Sequence[tuple[int, Any, list[int]]] = (), removed: Sequence[int] = (), moved: Sequence[tuple[int, int]] = ()
     ) -> None:
         update: Any = SimpleNamespace(
-            removed=removed, added=[(row, params, [1, 2], output) for row, params, output in added], moved=[(*move, None) for move in moved]
+            batch_size=len(self.runner._outputs),
+            removed=removed,
+            added=[(row, params, [1, 2], output) for row, params, output in added],
+            moved=[(*move, None) for move in moved],
         )
         self.runner.update_state(update)
 

@@ -129,11 +129,9 @@ def test_settings_that_cannot_be_read_name_the_file(tmp_path: Path) -> None:
 
 def test_what_a_request_tells_the_processor(tiny: Tiny) -> None:
     request = SampleRequest(tiny.prompt("a"), 0, 1, SamplingParameters(max_tokens=4), confidence=0.9)
-    assert request_arguments(request) == {"threshold": 0.9, "mask": False, "inside": True, "channel": True}
+    assert request_arguments(request) == {"threshold": 0.9, "mask": False, "inside": True}
     rule = TopTokenRule(threshold=0.97, token_filter="lexical", cap=7)
-    masked = {"threshold": 0.97, "mask": True, "filter": "lexical", "cap": 7, "inside": True, "channel": True}
+    masked = {"threshold": 0.97, "mask": True, "filter": "lexical", "cap": 7, "inside": True}
     assert request_arguments(replace(request, mask=rule)) == masked
-    truncated = replace(request, parameters=SamplingParameters(max_tokens=4, top_p=0.9))
-    assert request_arguments(truncated)["channel"] is False
-    with pytest.raises(ValueError, match=r"question q: .*top_p"):
-        request_arguments(replace(truncated, mask=rule))
+    truncated = replace(request, parameters=SamplingParameters(max_tokens=4, top_p=0.9, top_k=7))
+    assert request_arguments(replace(truncated, mask=rule)) == masked | {"top_p": 0.9, "top_k": 7}

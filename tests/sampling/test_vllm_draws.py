@@ -33,32 +33,26 @@ def checked(tiny: Tiny, requests: list[SampleRequest], answers: list[dict[str, A
 
 
 def test_batch_runner(sharp: Tiny, tmp_path: Path) -> None:
-    """One crowded engine: chunked prefills, preemptions, five kinds of request at four temperatures, n = 2, strangers, refusals."""
+    """One crowded engine: chunked prefills, preemptions, six kinds of request at four temperatures, n = 2, strangers, refusals."""
     requests = mixed_requests(sharp, 40, 80)
     jobs = jobs_of(sharp, requests, seed=None)
-    for job in jobs[20:25]:
+    for job in jobs[19:21]:
         job["params"]["n"] = 2
-    requests[20:25] = [request for request in requests[20:25] for _ in range(2)]
+    requests[19:21] = [request for request in requests[19:21] for _ in range(2)]
     banned = set(sharp.encoder.banned_ids)
     stranger = {"prompt": [1, 2], "params": {"max_tokens": 40, "temperature": 1.0, "detokenize": False}}
-    rows = jobs[0]["params"]["logprob_token_ids"]
-    cut = {"max_tokens": 40, "temperature": 1.3, "top_p": 0.9, "logprobs": 2, "logprob_token_ids": rows, "detokenize": False}
-    cut["extra_args"] = {"headrace": {"channel": False}}
-    refused = refusals(jobs[10]["params"])
+    refused = refusals(jobs[2]["params"])
     given = [params for params, _ in refused]
-    result = draw(
-        sharp, [*jobs, stranger, {"prompt": [1, 2], "params": cut}], tmp_path, refused=given, block_size=32, num_gpu_blocks_override=28
-    )
+    result = draw(sharp, [*jobs, stranger], tmp_path, refused=given, block_size=32, num_gpu_blocks_override=28)
     assert result["runners"] == ["runner_v1"]
     assert result["preempted"] > 0
-    *answers, plain, truncated = result["answers"]
+    *answers, plain = result["answers"]
     tally = checked(sharp, requests, answers)
     assert tally.tokens > 2000
     assert tally.masked > 100
     assert tally.capped > 0
     assert tally.opened > 0
-    assert not banned & {*plain["tokens"], *truncated["tokens"]}
-    assert truncated["rows"] == [[float("-inf")] * len(truncated["tokens"])] * 2
+    assert not banned & {*plain["tokens"]}
     for (_, wanted), said in zip(refused, result["refusals"], strict=True):
         assert wanted in said
 
@@ -78,7 +72,8 @@ def refusals(params: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         ({"logprob_token_ids": params["logprob_token_ids"][:1], "logprobs": 1}, "logprob_token_ids must name the 2 spare rows"),
         ({"extra_args": {"headrace": ours | {"threshold": 0.2}}}, "extra_args.headrace: threshold: Input should be greater than"),
         ({"extra_args": {"headrace": ours | {"taus": 1}}}, "extra_args.headrace: taus: Extra inputs are not permitted"),
-        ({"extra_args": {"headrace": ours | {"channel": False}}}, "the mask needs channel true"),
+        ({"extra_args": {"headrace": ours | {"top_p": 0}}}, "extra_args.headrace: top_p: Input should be greater than 0"),
+        ({"extra_args": None, "top_p": 0.5}, "give it as extra_args.headrace.top_p"),
         ({"extra_args": {"headrace": 0.95}}, "extra_args.headrace: Input should be a valid dictionary"),
     ]
     return [(params | change, text) for change, text in other]
@@ -86,13 +81,13 @@ def refusals(params: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 def test_slot_runner(sharp: Tiny, tmp_path: Path) -> None:
     """The GPU's runner, its Triton kernels interpreted: chunked prefills, preemptions, recycled slots."""
-    requests = mixed_requests(sharp, 15, 36)
+    requests = mixed_requests(sharp, 12, 30)
     result = draw(sharp, jobs_of(sharp, requests), tmp_path, slots=True, max_num_seqs=8, block_size=32, num_gpu_blocks_override=18)
     assert result["runners"] == ["runner_v2"]
     tally = checked(sharp, requests, result["answers"])
     assert result["preempted"] > 0
-    assert tally.tokens > 300
-    assert tally.masked > 20
+    assert tally.tokens > 200
+    assert tally.masked > 10
     assert tally.capped > 0
 
 

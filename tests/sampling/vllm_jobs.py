@@ -14,6 +14,7 @@ import torch
 
 from headrace.config import ModelConfig, ScratchTextModel
 from headrace.encoding import Encoder
+from headrace.kernels.truncation import keep_largest, keep_probable
 from headrace.policy.model import Policy
 from headrace.policy.scratch import build_text
 from headrace.records import Prompt, Question, SampleRequest, SamplingParameters, TopTokenRule
@@ -45,7 +46,7 @@ def build(directory: Path) -> Tiny:
 
 
 def mixed_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
-    """Kinds and temperatures in turn: masked and free, both filters, a small cap, with and without pre-filled tag, tags in the prompt."""
+    """Kinds in turn: masked and free, both filters, a small cap, with and without pre-filled tag, tags in the prompt, truncated."""
     rng = np.random.default_rng(1)
     opened, closed = tiny.encoder.think_open, tiny.encoder.think_close
     plain = TopTokenRule(threshold=0.9)
@@ -55,6 +56,7 @@ def mixed_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
         (False, plain),  # the prompt holds literal tags, the last one opening: it does not count
         (True, replace(plain, cap=2)),
         (True, None),
+        (True, replace(plain, threshold=0.6)),  # and top-p and top-k besides
     ]
     requests = []
     for number in range(count):
@@ -62,8 +64,13 @@ def mixed_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
         words = tiny.encoder.tokenizer.encode(" ".join(rng.choice(WORDS, rng.integers(5, 90))), add_special_tokens=False)
         ids = [*words, *([opened] if prefilled else [opened, closed, words[0], opened, words[0]])]
         prompt = Prompt(Question(id=str(number), messages=(), answer=""), np.asarray(ids), prefilled)
-        temperature = (0.0, 0.7, 1.0, 1.3)[number // len(kinds) % 4]
-        requests.append(SampleRequest(prompt, 0, 1000 + 10 * number, SamplingParameters(tokens, temperature), rule, confidence=0.9))
+        temperature = (0.0, 0.7, 1.0, 1.3)[(number + number // len(kinds)) % 4]
+        drawn = (
+            SamplingParameters(tokens, temperature, top_p=0.8, top_k=9)
+            if number % len(kinds) == 5
+            else SamplingParameters(tokens, temperature)
+        )
+        requests.append(SampleRequest(prompt, 0, 1000 + 10 * number, drawn, rule, confidence=0.9))
     return requests
 
 
@@ -154,8 +161,10 @@ def check(tiny: Tiny, request: SampleRequest, answer: dict[str, Any], tally: Tal
     masked = torch.from_numpy(channel.masked)
     behaviour = logits.clone()
     behaviour[masked, torch.from_numpy(top_ids)[masked]] = -torch.inf
-    heat = request.parameters.temperature or 1.0
-    wanted = (behaviour / heat).log_softmax(-1)[torch.arange(len(tokens)), torch.from_numpy(tokens)].numpy()
+    behaviour /= request.parameters.temperature or 1.0
+    if request.parameters.temperature > 0 and request.parameters.top_k > 0:
+        behaviour = keep_probable(keep_largest(behaviour, request.parameters.top_k), request.parameters.top_p)
+    wanted = behaviour.log_softmax(-1)[torch.arange(len(tokens)), torch.from_numpy(tokens)].numpy()
     tally.tokens += len(tokens)
     tally.masked += int(channel.masked.sum())
     tally.capped += spans.cap_hit(0)

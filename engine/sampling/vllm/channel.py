@@ -67,8 +67,10 @@ class RequestArguments(BaseModel):
     cap: int = Field(16_384, ge=0, lt=1 << 24)
     inside: bool = False
     """The prompt ends in a pre-filled opening think tag; nothing else of the prompt counts (SPEC 4.3)."""
-    channel: bool = True
-    """Report flags; False only removes the banned ids (evaluation with top-p or top-k)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Here and not in vLLM's own field: vLLM's top-p, asked by one request, cuts the spare rows of all others in the batch."""
+    top_k: int = Field(0, ge=0, lt=1 << 24)
+    """0 keeps all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +150,16 @@ def first_error(error: ValidationError) -> str:
 def request_arguments(request: SampleRequest) -> dict[str, Any]:
     """The value of ``extra_args["headrace"]`` for a request.
 
-    The threshold of a request without mask is what it counts confident positions by. Top-p and top-k leave no room for the channel.
+    The threshold of a request without mask is what it counts confident positions by.
     """
     rule, parameters = request.mask, request.parameters
-    whole = parameters.top_p >= 1 and parameters.top_k <= 0
-    if rule is not None and not whole:
-        raise ValueError(
-            f"question {request.prompt.question.id}: the top-token mask draws from the whole distribution; give no top_p or top_k"
-        )
-    arguments: dict[str, Any] = {"threshold": request.confidence, "mask": False, "inside": request.prompt.prefilled, "channel": whole}
+    arguments: dict[str, Any] = {"threshold": request.confidence, "mask": False, "inside": request.prompt.prefilled}
     if rule is not None:
         arguments |= {"threshold": rule.threshold, "mask": True, "filter": rule.token_filter, "cap": rule.cap}
+    if parameters.top_p < 1:
+        arguments["top_p"] = parameters.top_p
+    if parameters.top_k > 0:
+        arguments["top_k"] = parameters.top_k
     return arguments
 
 
@@ -166,11 +167,11 @@ def encode(logits: Tensor, mask: TopTokenMask, inside: Tensor, reporting: Tensor
     """Write the message into the spare rows. No synchronisation.
 
     Args:
-        logits: [B, V] fp32 after `top_token_mask`, spare rows at -inf. Changed in place.
+        logits: [B, V] fp32 after `top_token_mask` and whatever else is removed, spare rows at -inf. Changed in place.
         mask: what the mask did.
         inside: [B] bool, the position lies in the reasoning span.
         reporting: [B] bool, rows that report; the others keep -inf.
-        temperature: [B] fp32 the engine will divide by after this; None: 1 everywhere.
+        temperature: [B] fp32 the engine will divide by after this; None: 1 everywhere, and nothing was removed but by the mask.
         rows: [2] int64, flag row and top-id row, on the device of the logits.
     """
     rest = torch.where(mask.fired, mask.masked_lse - mask.raw_lse, torch.log1p(-mask.top_prob)).clamp_(min=LEAST)

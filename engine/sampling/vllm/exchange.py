@@ -78,8 +78,6 @@ def sampling_params(request: SampleRequest, limit: int, encoder: Encoder, rows: 
     params: dict[str, Any] = {
         "max_tokens": limit,
         "temperature": parameters.temperature,
-        "top_p": parameters.top_p,
-        "top_k": max(parameters.top_k, 0),
         "seed": request.seed,
         "ignore_eos": True,
         "stop_token_ids": sorted({*encoder.eos_ids, *parameters.stop_ids}),
@@ -128,9 +126,9 @@ class Reader:
         return Drawn(Completion(tokens[:length], logprobs, versions=versions, finish_reason=reason, **report), labels)
 
     def _report(self, request: SampleRequest, tokens: Array, positions: list[_Position]) -> dict[str, Any]:
-        """What the processor reported, as fields of a completion; none where the drawing was truncated."""
+        """What the processor reported, as fields of a completion; none for an empty response."""
         arguments = request_arguments(request)
-        if not arguments["channel"] or not positions:
+        if not positions:
             return {}
         rows = np.array([[_of(position, row) for row in self.rows] for position in positions])
         try:

@@ -33,6 +33,8 @@ ROW = np.dtype(
     [
         ("threshold", np.float32),
         ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int32),  # 0 keeps all
         ("cap", np.int32),  # 0 draws freely
         ("ticket", np.int32),
         ("filter", np.int32),  # index into FILTERS
@@ -48,6 +50,8 @@ class Rows(NamedTuple):
 
     threshold: Tensor
     temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
     cap: Tensor
     ticket: Tensor
     filter: Tensor
@@ -57,33 +61,54 @@ class Rows(NamedTuple):
     """A temperature other than 1 occurs."""
     filters: tuple[int, ...]
     """Token filters of the rows that draw under the mask; empty when none does."""
+    truncated: Tensor | None
+    """Numbers of the rows with top-p or top-k, int64; None when there are none."""
 
     @classmethod
     def of(cls, table: Array, matrix: Tensor) -> "Rows":
         """Columns of ``matrix`` [B, fields] int32, which holds the same rows as the host's ``table``."""
         columns = matrix.t().contiguous()
-        threshold, temperature = columns[:2].view(torch.float32)
+        threshold, temperature, top_p = columns[:3].view(torch.float32)
         masked = table["cap"] > 0
+        cut = np.flatnonzero((table["top_p"] < 1) | (table["top_k"] > 0))
         return cls(
             threshold,
             temperature,
-            cap=columns[2],
-            ticket=columns[3].long(),
-            filter=columns[4],
-            reporting=columns[5].bool(),
-            prefilled=columns[6].bool(),
+            top_p,
+            top_k=columns[3],
+            cap=columns[4],
+            ticket=columns[5].long(),
+            filter=columns[6],
+            reporting=columns[7].bool(),
+            prefilled=columns[8].bool(),
             heated=bool((table["temperature"] != 1).any()),
             filters=tuple(number for number in range(len(FILTERS)) if bool((masked & (table["filter"] == number)).any())),
+            truncated=upload(cut, matrix.device) if len(cut) else None,
         )
+
+
+def upload(values: Array, device: torch.device) -> Tensor:
+    """Values on the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def new_row(params: "SamplingParams", ticket: int) -> tuple[float | int, ...]:
     """The `ROW` of a request. One from elsewhere, without our arguments, only loses the banned ids."""
     given = (params.extra_args or {}).get(KEY)
-    arguments = RequestArguments(channel=False) if given is None else RequestArguments.model_validate(given)
-    temperature = params.temperature if params.temperature >= GREEDY_BELOW else 1.0
-    cap = arguments.cap if arguments.mask else 0
-    return arguments.threshold, temperature, cap, ticket, FILTERS.index(arguments.filter), arguments.channel, arguments.inside
+    arguments = RequestArguments() if given is None else RequestArguments.model_validate(given)
+    greedy = params.temperature < GREEDY_BELOW
+    return (
+        arguments.threshold,
+        1.0 if greedy else params.temperature,
+        1.0 if greedy else arguments.top_p,
+        0 if greedy else arguments.top_k,
+        arguments.cap if arguments.mask else 0,
+        ticket,
+        FILTERS.index(arguments.filter),
+        given is not None,
+        arguments.inside,
+    )
 
 
 class Tickets:
@@ -162,7 +187,10 @@ class MaskStep:
             self._counters[rows.ticket] = update if final is None else torch.where(final[:, None], update, self._counters[rows.ticket])
         else:
             mask = self._mask(logits, torch.zeros_like(inside), rows)
-        encode(logits, mask, inside, rows.reporting, rows.temperature if rows.heated else None, self._spare_rows)
+        if rows.truncated is not None:
+            truncate(logits, rows.truncated, rows)
+        plain = not rows.heated and rows.truncated is None
+        encode(logits, mask, inside, rows.reporting, None if plain else rows.temperature, self._spare_rows)
 
     def _mask(self, logits: Tensor, eligible: Tensor, rows: Rows) -> TopTokenMask:
         """`top_token_mask` with each row's own filter; requests of one run have the same, so the second call is rare."""
@@ -174,6 +202,18 @@ class MaskStep:
             other = top_token_mask(logits, eligible & mine, rows.threshold, spared=self._spared[number])
             mask = TopTokenMask(*(torch.where(mine, new, old) for new, old in zip(other, mask, strict=True)))
         return mask
+
+
+def truncate(logits: Tensor, numbers: Tensor, rows: Rows) -> None:
+    """Keep the k most likely tokens, then the smallest set of probability ≥ p, of the rows ``numbers``; after mask and temperature."""
+    chosen = logits[numbers]
+    top_p, top_k = rows.top_p[numbers, None], rows.top_k[numbers, None]
+    ranked, order = (chosen / rows.temperature[numbers, None]).sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(ranked.shape[1], device=ranked.device)
+    beyond = (top_k > 0) & (rank >= top_k)
+    probs = ranked.masked_fill(beyond, -torch.inf).softmax(1)
+    outside = beyond | ((top_p < 1) & (probs.cumsum(1) - probs >= top_p))
+    logits[numbers] = chosen.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), -torch.inf)
 
 
 def load_settings(vllm_config: "VllmConfig") -> Settings:

@@ -43,18 +43,16 @@ class TopTokenProcessor(BatchProcessor, SlotProcessor):
         """
         given = (sampling_params.extra_args or {}).get(KEY)
         if given is None:
+            if sampling_params.top_p < 1:
+                raise ValueError(f"top_p: on this server it would cut what others report; give it as extra_args.{KEY}.top_p")
             return
         try:
-            arguments = RequestArguments.model_validate(given)
+            RequestArguments.model_validate(given)
         except ValidationError as error:
             raise ValueError(f"extra_args.{KEY}: {first_error(error)}") from None
-        if not arguments.channel:
-            if arguments.mask:
-                raise ValueError(f"extra_args.{KEY}: the mask needs channel true, its flags come back that way")
-            return
         refused = [name for name, present in _meddling(sampling_params).items() if present]
         if refused:
-            raise ValueError(f"{', '.join(refused)}: not together with extra_args.{KEY}, which reports the policy's own distribution")
+            raise ValueError(f"{', '.join(refused)}: not together with extra_args.{KEY}, which takes top_p and top_k itself")
         if len(set(sampling_params.logprob_token_ids or ())) != SPARE_ROWS:  # over HTTP one comes twice: the route lists one too few
             raise ValueError(f"logprob_token_ids must name the {SPARE_ROWS} spare rows that extra_args.{KEY} reports through")
 

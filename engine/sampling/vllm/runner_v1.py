@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.records import Array
-from headrace.sampling.vllm.mask import ROW, MaskStep, Rows, new_row
+from headrace.sampling.vllm.mask import ROW, MaskStep, Rows, new_row, upload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +35,8 @@ class BatchRunner:
         for row in (*update.removed, *(row for row, *_ in update.added)):
             self._table[row]["ticket"] = 0
         for row, params, _, outputs in update.added:
-            # One object per request for as long as it lives, also while it is preempted; children of one request may share it.
+            # One object per request for as long as it lives, also while it is preempted. Only children of a request without a seed share
+            # it, and only in the frontend's own process: a preempted child with a small cap may then go on with its sibling's count.
             ticket = self.step.tickets.take(id(params), bool(outputs), self._table["ticket"])
             if (self._table["ticket"] == ticket).any():
                 ticket = self.step.tickets.take(id(params), False, self._table["ticket"])
@@ -43,6 +44,7 @@ class BatchRunner:
             self._outputs[row], self._seen[row], self._inside[row] = outputs, 0, self._table[row]["prefilled"]
         for source, target, _ in update.moved:
             self._swap(source, target)  # where only one moves, the other place was vacated before
+        self._table["ticket"][update.batch_size :] = 0
 
     def apply(self, logits: Tensor) -> Tensor:
         """Mask the batch, [B, V] fp32, in place."""
@@ -50,11 +52,9 @@ class BatchRunner:
         lengths = self._read_tokens(count)
         if self._rows is None or len(self._rows.ticket) != count:
             table = self._table[:count].copy()
-            matrix = torch.from_numpy(table.view(np.int32).reshape(count, len(ROW))).to(logits.device, non_blocking=True)
-            self._rows = Rows.of(table, matrix)
-        inside = torch.from_numpy(self._inside[:count].copy()).to(logits.device, non_blocking=True)
-        positions = torch.from_numpy(lengths).to(logits.device, non_blocking=True)
-        self.step.apply(logits, self._rows, inside, positions)
+            self._rows = Rows.of(table, upload(table.view(np.int32).reshape(count, len(ROW)), logits.device))
+        inside = upload(self._inside[:count].copy(), logits.device)
+        self.step.apply(logits, self._rows, inside, upload(lengths, logits.device))
         return logits
 
     def _read_tokens(self, count: int) -> Array:

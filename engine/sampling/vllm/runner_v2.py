@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.records import Array
-from headrace.sampling.vllm.mask import ROW, MaskStep, Rows, new_row
+from headrace.sampling.vllm.mask import ROW, MaskStep, Rows, new_row, upload
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -56,7 +56,7 @@ class SlotRunner:
         rows = Rows.of(self._table[slots_np], self._matrix.gpu[slots])
         positions = (context.pos + 1 - self._states.prompt_len.gpu[slots]).long()
         final_np = context.seq_lens_upper_bound_np >= self._states.prefill_len.np[slots_np]
-        final = None if final_np.all() else self._upload(final_np)
+        final = None if final_np.all() else upload(final_np, slots.device)
         inside = self._follow(context, rows, slots, positions)
         self._inside[slots] = inside
         self.step.apply(logits, rows, inside, positions, final)
@@ -70,7 +70,7 @@ class SlotRunner:
         unread_np = np.flatnonzero(self._unread[context.idx_mapping_np])
         if not len(unread_np):
             return inside
-        unread = self._upload(unread_np)
+        unread = upload(unread_np, slots.device)
         slot, count = slots[unread], positions[unread]  # tokens drawn so far, below 1 within the prompt
         state = rows.prefilled[unread]
         lengths = context.seq_lens_upper_bound_np[unread_np]
@@ -82,8 +82,3 @@ class SlotRunner:
             opened, closed = (torch.where(history == tag, place, -1).amax(1) for tag in (self._open, self._close))
             state = torch.where(opened == closed, state, opened > closed)  # equal: neither occurs
         return inside.index_copy_(0, unread, state)
-
-    def _upload(self, values: Array) -> Tensor:
-        from vllm.utils.torch_utils import async_tensor_h2d
-
-        return async_tensor_h2d(values, device=self._inside.device)
