@@ -1,9 +1,11 @@
 """Gives vLLM servers the learner's weights, version by version."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from headrace.config import VLLMEngineConfig
 from headrace.policy.model import Policy
+from headrace.policy.adapters import named_weights
 from headrace.policy.parallel import Parallel
 from headrace.records import EngineDown
 from headrace.sampling.vllm.control import Control
@@ -37,7 +39,8 @@ class PushedWeights:
         """
         self._config, self._interval, self._parallel, self._servers = config, interval, parallel, servers
         self._controls = [] if servers is None else [self._control(servers, number) for number in range(len(servers.urls))]
-        self._sync = WeightSync(policy, None if servers is None else lambda: self._controls, config, parallel, score)
+        ask = None if servers is None else lambda: self._controls
+        self._sync = WeightSync(policy, ask, config, parallel, score, partial(named_weights, policy.model))
         self._pushed: tuple[int, ...] | None = None  # the generations of the servers that have the weights
         self._newest = -1  # batches that those weights have seen
 
