@@ -84,10 +84,13 @@ class Control:
         return int(self._call("GET", "/get_world_size")["world_size"])
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs [L - 1] in nats of the tokens after the first, at temperature 1 and with nothing masked or banned."""
+        """Log-probs [L - 1] in nats of the tokens after the first, at temperature 1 and with nothing masked or banned.
+
+        Goes before every other request that waits.
+        """
         ids = [int(token) for token in token_ids]
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self._call("POST", ROUTE, json={"token_ids": ids, "sampling_params": sampling})
+        answer = self._call("POST", ROUTE, json={"token_ids": ids, "sampling_params": sampling, "priority": -1})
         return [found[str(token)]["logprob"] for token, found in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)]
 
     def version(self) -> str:
