@@ -71,6 +71,7 @@ def command(
         "dtype": dtype,
         "max-model-len": max_model_len,
         "max-num-seqs": config.max_num_seqs,
+        "scheduling-policy": "priority",  # first come first served, but for the canary of new weights
         "tensor-parallel-size": config.tensor_parallel,
         "generation-config": "vllm",  # the request alone says how it is drawn
         "logprobs-mode": "processed_logprobs",
