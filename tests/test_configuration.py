@@ -23,9 +23,18 @@ def minimal(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+CORPORA = [path for path in SHIPPED if path.stem.endswith("_corpus")]
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path not in CORPORA], ids=lambda path: path.stem)
 def test_shipped_configurations_load(path: Path) -> None:
     assert isinstance(load_config(path), Config)
+
+
+@pytest.mark.parametrize("path", CORPORA, ids=lambda path: path.stem)
+def test_shipped_corpora_load(path: Path) -> None:
+    assert isinstance(load_model(CorpusConfig, path), CorpusConfig)
 
 
 def test_overrides_are_yaml(minimal: Path) -> None:
