@@ -19,14 +19,13 @@ ROOT = Path(__file__).parents[2]
 RATE = {"learning_rate": 5e-4}  # Adam turns rounding noise in a gradient near zero into a share of the rate
 CASES = {
     "replicas": {"model": {"shard": 1}},
-    "one_copy": {"model": {"shard": 2}, "loss": {"kl_coef": 0.05}},
-    "offload": {"model": {"offload": True, "activation_checkpointing": True}, "learner": {"updates_per_batch": 2}},
+    "offload": {"model": {"shard": 2, "offload": True, "activation_checkpointing": True}, "learner": {"updates_per_batch": 2}},
     "lora": {"model": {"lora": {"rank": 4}}, "loss": {"kl_coef": 0.05}},
     "lora_replicas": {"model": {"lora": {"rank": 4}, "shard": 1, "offload": True}, "loss": {"kl_coef": 0.05}},
     "tis": {"loss": {"tis_cap": 1.5, "max_gap": 1.0}, "learner": {"updates_per_batch": 2}},
     "eight_bit": {"optimizer": {"moments": "8bit"}},
 }
-STEPS = 3
+STEPS = 2
 
 
 def config_of(folder, name):
@@ -105,7 +104,7 @@ def test_a_rank_holds_its_share(folder):
     whole = sum(parameter.numel() for parameter in make_learner(alone_of(folder, "replicas")).policy.parameters())
     held = {name: json.loads((folder / f"{name}.found").read_text())["local"] for name in CASES}
     assert held["replicas"] == whole
-    assert held["one_copy"] == held["offload"] == held["tis"] == whole / 2
+    assert held["offload"] == held["tis"] == whole / 2
 
 
 @pytest.mark.parametrize("name", ["lora", "lora_replicas"])
@@ -115,12 +114,12 @@ def test_sharded_adapters_export_merged(folder, name):
     assert all(torch.equal(exported[key], merged[key]) for key in merged)
 
 
-@pytest.mark.parametrize("name", ["replicas", "offload", "lora_replicas"])
+@pytest.mark.parametrize("name", ["replicas", "offload", "lora_replicas", "eight_bit"])
 def test_their_checkpoints_load_into_one_process(folder, name):
     learner = make_learner(alone_of(folder, name))
     restored = checkpoint.restore(folder / f"{name}.checkpoints", learner)
     together = load_file(folder / f"{name}.safetensors")
-    assert restored.step == 3
+    assert restored.step == learner.updates >= STEPS
     assert all(torch.equal(together[key], parameter) for key, parameter in learner.policy.named_parameters())
 
 
