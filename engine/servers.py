@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from headrace.config import Config, ConfigError, VLLMEngineConfig
 from headrace.encoding import Encoder
@@ -194,6 +194,8 @@ def serve(config: Config, engine: VLLMEngineConfig, number: int, store: Store) -
                 state = {"url": url, "generation": supervisor.generation(url), "failed": supervisor.failed}
                 meeting.set(f"server/{number // engine.tensor_parallel}", json.dumps(state))
             time.sleep(_POLL_SECONDS)
+    except DistNetworkError:
+        pass  # the launcher is gone, and the learners with it
     finally:
         if supervisor is not None:
             supervisor.close()

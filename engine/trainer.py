@@ -85,6 +85,7 @@ class Trainer:
         engine = self.config.engine
         parallel = ranks.start(engine.rollout_ranks if isinstance(engine, VLLMEngineConfig) else 0)
         if not parallel.is_learner:
+            interrupt.guard()  # the launcher signals all ranks: this one serves until rank 0 has finished its step
             return _look_after_server(self.config, parallel)
         async with assemble(self.config, parallel, self.reward, self.questions, fresh=self.fresh) as parts:
             step = saved = await _resume(parts)
