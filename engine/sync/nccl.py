@@ -116,7 +116,6 @@ def _as_vllm_source(source: WeightSource) -> Any:
     members: dict[str, Any]
     if hasattr(base.WeightSource, "iter_full"):
         members = {"metadata": functools.cached_property(metadata), "iter_full": tensors}
-        members["metadata"].__set_name__(None, "metadata")  # type() calls it only for names in a class body
     else:
         members = {"metadata": metadata, "__iter__": tensors}
     return type("LearnerSource", (base.WeightSource,), members)()

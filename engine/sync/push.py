@@ -5,15 +5,16 @@ The order, on every server at once::
     pause (running requests freeze, every cache is emptied)
     abandon what an earlier, broken push left half done
     start · send the buckets · coverage: every parameter of the server's model is filled · finish with the new version's label
-    resume
+    queue the canary · resume
     canary: learner and server score one sequence alike
 
-vLLM schedules nothing while it is paused, so the canary is the first that it does with the new weights. If it fails, running requests
-are aborted and the server is paused again.
+vLLM schedules nothing while it is paused, so the canary waits in the queue, before all others, and is in the first batch that the new
+weights see. If it fails, running requests are aborted and the server is paused again.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from headrace.config import VLLMEngineConfig
 from headrace.records import TRIAL
 from headrace.sync import canary
 from headrace.sync.nccl import NcclTransport
-from headrace.sync.servers import Server, SyncError, on_each
+from headrace.sync.servers import Server, SyncError, begin_on_each, on_each
 from headrace.sync.shared_memory import SharedMemoryTransport
 from headrace.sync.source import NamedWeights, WeightSource
 
@@ -32,6 +33,9 @@ TRANSPORTS: dict[str, Callable[[WeightSource, int, float], Any]] = {"nccl": Nccl
 WORKER_EXTENSION = "headrace.sync.worker.Extension"
 DEADLINE = 600.0
 """Seconds any one thing may take on the servers."""
+
+QUEUE_SECONDS = 0.02
+"""Time for the canary to enter the queue. One that comes later waits for a free place on a busy server, and is right all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +186,26 @@ class WeightSync:
         for server, reports in zip(servers, self._each(servers, "coverage", lambda s: s.call_workers("headrace_coverage")), strict=True):
             _check_coverage(server.name, reports)
         self._each(servers, "finishing the update", lambda server: server.finish_weight_update(label))
-        self._each(servers, "resuming", lambda server: server.resume())
-        paused = time.perf_counter() - begun
-        return paused, sent, self._check_canary(servers, expected)
-
-    def _check_canary(self, servers: Sequence[Server], expected: Sequence[float]) -> float:
-        """The largest gap; raises SyncError and pauses again where it is too large."""
+        scores = begin_on_each(servers, "scoring the canary", lambda server: server.score(self._tokens), self.deadline)
+        time.sleep(QUEUE_SECONDS)
         try:
-            scores = self._each(servers, "scoring the canary", lambda server: server.score(self._tokens))
-            gaps = [canary.gap(expected, found) for found in scores]
-            worst = max(range(len(servers)), key=lambda index: gaps[index])
-            if not gaps[worst] <= canary.TOLERANCE[self.dtype]:
-                raise SyncError(
-                    f"{servers[worst].name}: its log-probs of the canary differ by {gaps[worst]:.3g} nats from the learner's, "
-                    f"allowed are {canary.TOLERANCE[self.dtype]:g}: it does not have the weights that were sent"
-                )
+            self._each(servers, "resuming", lambda server: server.resume())
+            paused = time.perf_counter() - begun
+            return paused, sent, self._check_canary(servers, expected, scores())
         except SyncError:
-            self._each(servers, "pausing", lambda server: server.pause("abort"))
+            with suppress(SyncError):  # one that cannot be paused any more is not what went wrong first
+                self._each(servers, "pausing", lambda server: server.pause("abort"))
             raise
+
+    def _check_canary(self, servers: Sequence[Server], expected: Sequence[float], scores: Sequence[Sequence[float]]) -> float:
+        """The largest gap; raises SyncError where it is too large."""
+        gaps = [canary.gap(expected, found) for found in scores]
+        worst = max(range(len(servers)), key=lambda index: gaps[index])
+        if not gaps[worst] <= canary.TOLERANCE[self.dtype]:
+            raise SyncError(
+                f"{servers[worst].name}: its log-probs of the canary differ by {gaps[worst]:.3g} nats from the learner's, "
+                f"allowed are {canary.TOLERANCE[self.dtype]:g}: it does not have the weights that were sent"
+            )
         return gaps[worst]
 
     def _each(self, servers: Sequence[Server], what: str, call: Callable[[Server], Any]) -> list[Any]:

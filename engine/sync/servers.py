@@ -58,6 +58,11 @@ def on_each(servers: Sequence[Server], what: str, call: Callable[[Server], T], d
     Raises:
         SyncError: a call failed or took longer than ``deadline`` seconds; the message names the server and ``what``.
     """
+    return begin_on_each(servers, what, call, deadline)()
+
+
+def begin_on_each(servers: Sequence[Server], what: str, call: Callable[[Server], T], deadline: float) -> Callable[[], list[T]]:
+    """Begin ``on_each`` and return a function that waits for its end. A call that nobody waits for any more is left behind."""
     outcomes: queue.Queue[tuple[int, T | None, Exception | None]] = queue.Queue()
 
     def run(index: int) -> None:
@@ -68,15 +73,19 @@ def on_each(servers: Sequence[Server], what: str, call: Callable[[Server], T], d
 
     for index in range(len(servers)):
         threading.Thread(target=run, args=(index,), name=f"sync-{index}", daemon=True).start()
-    results: dict[int, Any] = {}
     end = time.monotonic() + deadline
-    while len(results) < len(servers):
-        try:
-            index, result, failure = outcomes.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
-            late = ", ".join(server.name for index, server in enumerate(servers) if index not in results)
-            raise SyncError(f"{late}: {what} took longer than {deadline:g} s") from None
-        if failure is not None:
-            raise SyncError(f"{servers[index].name}: {what} failed ({' '.join(str(failure).split())[:500]})") from failure
-        results[index] = result
-    return [results[index] for index in range(len(servers))]
+
+    def wait() -> list[T]:
+        results: dict[int, Any] = {}
+        while len(results) < len(servers):
+            try:
+                index, result, failure = outcomes.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                late = ", ".join(server.name for index, server in enumerate(servers) if index not in results)
+                raise SyncError(f"{late}: {what} took longer than {deadline:g} s") from None
+            if failure is not None:
+                raise SyncError(f"{servers[index].name}: {what} failed ({' '.join(str(failure).split())[:500]})") from failure
+            results[index] = result
+        return [results[index] for index in range(len(servers))]
+
+    return wait

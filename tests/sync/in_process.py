@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -141,6 +142,8 @@ class InProcess:
     def __init__(self, folder: Path):
         self.generation = 0
         self._loaded = None
+        self._running = threading.Event()
+        self._running.set()
         address = str(folder / "engine")
         with Listener(address, "AF_UNIX") as listener, (folder / "engine.log").open("wb") as log:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM")} | ENVIRONMENT
@@ -154,6 +157,19 @@ class InProcess:
             self._call("load", *arguments)
             self._loaded = arguments
             self.generation += 1
+
+    def pause(self, mode):
+        self._call("pause", mode)
+        self._running.clear()
+
+    def resume(self):
+        self._call("resume")
+        self._running.set()
+
+    def score(self, token_ids):
+        """Waits for ``resume`` here, since the child does one thing at a time."""
+        self._running.wait(60)
+        return self._call("score", token_ids)
 
     def __getattr__(self, method):
         return lambda *arguments, **keywords: self._call(method, *arguments, **keywords)

@@ -25,6 +25,7 @@ class Replica:
         self.calls, self.version, self.state = [], "default", "running"
         self.fault = {}
         self.folder = None
+        self.running = threading.Event()
 
     def _do(self, call, *states):
         self.calls.append(call)
@@ -34,11 +35,13 @@ class Replica:
 
     def pause(self, mode):
         self._do(f"pause {mode}", "running", "paused", "updating")
+        self.running.clear()
         self.state = "paused"
 
     def resume(self):
         self._do("resume", "paused")
         self.state = "running"
+        self.running.set()
 
     def init_weight_transfer_engine(self, init_info):
         self._do("init", "paused")
@@ -70,6 +73,8 @@ class Replica:
         return [{"missing": [name for name, _ in self.model.model.named_parameters() if name not in self.got]}]
 
     def score(self, token_ids):
+        assert self.state == "paused", "queued before the others go on"
+        self.running.wait(10)
         self._do("score", "running")
         return self.model.score(token_ids)
 
