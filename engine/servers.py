@@ -21,6 +21,7 @@ from headrace.config import Config, ConfigError, VLLMEngineConfig
 from headrace.encoding import Encoder
 from headrace.records import EngineDown
 from headrace.sampling.vllm.channel import write_settings
+from headrace.sampling.vllm.check import check_servers
 from headrace.sampling.vllm.control import Control
 from headrace.sampling.vllm.server import LOOPBACK, Server, Supervisor
 from headrace.starting_model import encoder_of
@@ -146,9 +147,11 @@ def start_servers(config: Config, engine: VLLMEngineConfig, model: Path, encoder
         store: of the launcher, which ``rollout_ranks`` need.
 
     Raises:
+        ConfigError: a named server cannot do what a run needs.
         EngineDown: a server does not start; the message holds the end of its log.
     """
     if engine.urls:
+        check_servers(engine.urls, encoder, engine)
         return NamedServers(engine.urls)
     if engine.rollout_ranks:
         assert store is not None, "rollout ranks were told apart in the launcher's store"
