@@ -146,6 +146,10 @@ class WarmStartConfig(Model):
     """Further steps at the end whose traces carry wrong decisions."""
     noise: float = Field(0.25, ge=0, le=1)
     """Share of decisions flipped in those steps: one consistent fault for the reward to unlearn."""
+    hinted: float = Field(0.0, ge=0, le=1)
+    """Share of traces whose prompt carries the task's own hint and whose decisions are all right, so that the policy can read hints."""
+    hint_template: str = " ; {hint}"
+    """What is added after the question then; give ``paqm.hint_template`` the same."""
 
 
 # --------------------------------------------------------------------------------------------------------- questions

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.checkpoint import export
@@ -14,8 +15,10 @@ from headrace.journal.journal import Journal
 from headrace.policy.model import Policy
 from headrace.policy.sources import materialise, once
 from headrace.policy.warm_start import warm_start
+from headrace.questions.hints import Scripted
 from headrace.questions.sets import QuestionSet, TaskSet
 from headrace.records import Prompt
+from headrace.selection.paqm import hinted
 from headrace.streams import stream
 
 
@@ -77,11 +80,24 @@ def _key(config: Config, base: Path) -> str:
 
 
 def _traces(task: TaskSet, encoder: Encoder, config: WarmStartConfig, seed: int) -> Callable[[int, float], list[tuple[Prompt, str]]]:
-    """``examples(step, noise)``: a batch of prompts with gold responses, drawn with replacement."""
+    """``examples(step, noise)``: a batch of prompts with gold responses, drawn with replacement.
+
+    Raises:
+        ConfigError: hints are asked for of a task that has none.
+    """
+    if config.hinted and not isinstance(task, Scripted):
+        raise ConfigError("warm_start.hinted: these questions do not hint at themselves; leave it out")
+
+    def example(index: int, noise: float, rng: np.random.Generator, hint: bool) -> tuple[Prompt, str]:
+        question = task.question(index)
+        if hint and isinstance(task, Scripted):
+            question, noise = hinted(question, task.hint(index).reasoning, config.hint_template), 0.0
+        return encoder.encode(question), task.trace(index, rng, noise)
 
     def examples(step: int, noise: float) -> list[tuple[Prompt, str]]:
         rng = stream(seed, "warm_start", step)
         chosen = rng.integers(len(task), size=config.batch).tolist()
-        return [(encoder.encode(task.question(index)), task.trace(index, rng, noise)) for index in chosen]
+        lots = stream(seed, "warm_start/hints", step).random(config.batch) < config.hinted
+        return [example(index, noise, rng, bool(hint)) for index, hint in zip(chosen, lots, strict=True)]
 
     return examples
