@@ -5,7 +5,8 @@
 A step draws, routes, builds the batch and updates, on a tiny vision-language model with random weights and pictures. The router is a
 clock: it answers ``--router`` of the parent's step after it was asked (paper 003 waited 0.34). Half of the rollouts have a positive
 advantage, all of them with a claim. ``synchronous`` waits for it between drawing and updating. ``pipelined`` updates one batch while the
-router reads the next, as a staleness of 1 allows. Waiting is told apart from compute; wall-clock seconds, best and median.
+router reads the next, as a staleness of 1 allows. Compute in processor seconds, the least of the repeats; waiting apart from it, by the
+clock, medians.
 """
 
 import asyncio
@@ -62,7 +63,9 @@ class Side:
     learner: Learner
     routing: ClaimRouting | None
     pipelined: bool = False
-    seconds: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+    """Processor seconds of each step."""
+    wall: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     waiting_batch: list[Group] | None = None
     """Drawn and being routed while another batch trains."""
@@ -97,7 +100,7 @@ class Bench:
 
     async def step(self, side: Side) -> dict[str, float]:
         """One step, timed; a pipelined one trains the batch that the step before drew. The learner's metrics."""
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         groups = await self._draw()
         if side.routing is not None:
             for group in groups:
@@ -110,7 +113,8 @@ class Bench:
         metrics = await asyncio.to_thread(side.learner.update, batch)
         if side.pipelined and side.routing is not None and side.waiting_batch is not None:
             side.waiting_batch = [await side.routing.collect(group) for group in side.waiting_batch]
-        side.seconds.append(time.perf_counter() - started)
+        side.compute.append(time.process_time() - worked)
+        side.wall.append(time.perf_counter() - started)
         side.waits.append(side.routing.metrics()["time/router_wait"] if side.routing is not None else 0.0)
         return metrics
 
@@ -163,12 +167,12 @@ async def _compare(bench: Bench, credit: str, router: float, repeats: int) -> No
         sides["vppo + pacg, pipelined"] = bench.side(CREDITS["vppo+pacg"], pipelined=True)
     await bench.step(sides["parent"])  # first calls of everything
     await bench.step(sides["parent"])
-    bench.router.seconds = router * sides["parent"].seconds[-1]
+    bench.router.seconds = router * sides["parent"].wall[-1]
     for side in sides.values():
         for _ in range(1 + side.pipelined):
             await bench.step(side)
-        side.seconds.clear()
-        side.waits.clear()
+        for taken in (side.compute, side.wall, side.waits):
+            taken.clear()
     for number in range(repeats):
         order = list(sides.values())
         for side in order if number % 2 == 0 else reversed(order):
@@ -182,11 +186,10 @@ async def _compare(bench: Bench, credit: str, router: float, repeats: int) -> No
 
 
 def _line(name: str, side: Side, baseline: Side, called: str) -> str:
-    """Seconds of a step, and its ratio to another's."""
-    best, median = min(side.seconds), statistics.median(side.seconds)
-    ratios = best / min(baseline.seconds), median / statistics.median(baseline.seconds)
-    waited = statistics.median(side.waits)
+    """A step's compute and wait in steps of another. Compute is processor time, which a busy machine does not stretch."""
+    compute = min(side.compute) / min(baseline.compute)
+    waited = statistics.median(side.waits) / statistics.median(baseline.wall)
     return (
-        f"{name:<24} {best:.3f} s best, {median:.3f} s median, of it {waited:.3f} s waiting: "
-        f"{ratios[0]:.3f} x {called} ({ratios[1]:.3f} x by medians)"
+        f"{name:<24} {min(side.compute):.3f} s = {compute:.3f} x {called}, waits {waited:.3f} of its step: "
+        f"{compute + waited:.3f} x together (wall {statistics.median(side.wall):.3f} s)"
     )
