@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from headrace import load_config
-from headrace.config import Config, ConfigError
+from headrace.config import Config, ConfigError, load_model
+from headrace.questions.hopchain.settings import CorpusConfig
 
 ROOT = Path(__file__).parents[1]
 MINIMAL = """

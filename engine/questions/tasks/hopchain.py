@@ -1,14 +1,16 @@
 """A Video-HopChain corpus as a task: its hop records tell how a question is reasoned out, so a tiny policy can be warm-started on it.
 
-The evidence is the clip, or in its place the captions of its shots. A hop is reasoned out by naming where it looks and in which shot
-that is, what it asks, the caption that settles it, and a running sum::
+The evidence is the clip, or in its place the captions of its shots. Every word of a caption carries its shot and every word of the
+question its hop (lower case behind an "otherwise")::
 
-    <think> A the forest 3 , the shape is green : The@3 forest@3 shows@3 a@3 green@3 ring@3 : yes 4 sum 4 ;
-    B A yes so the sea 5 , the lava 1 : no 9 sum 13 </think> <answer> 13 </answer>
+    The@0 sea@0 shows@0 … | In@A the@A forest@A , if@A the@A shape@A is@A green@A , let@A A@A be@A 4@A ; otherwise@a let@a A@a be@a 7@a . …
 
-Punctuation stands apart, so that every word is one token of a scratch model, and every word of a caption carries its shot: no two tokens
-of the evidence are alike, which turns restating a caption into match and copy. As plain words three layers had not learned it after
-a thousand steps.
+A hop is reasoned out by naming where it looks and which shot that is, the caption, what is asked, and a running sum::
+
+    <think> A forest@A forest 3 The@3 forest@3 shows@3 a@3 green@3 ring@3 : the@A shape@A is@A green@A yes 4@A 4 sum 4 ; … </think>
+
+So no two tokens of the evidence are alike, and restating it is match and copy. As plain words, three layers had not learned to restate
+a caption after a thousand steps.
 """
 
 import json
@@ -57,12 +59,14 @@ class HopchainTask:
 
     def question(self, index: int) -> Question:
         entry, candidate = self._entry(index)
-        text, media = spaced(render(candidate.specification, candidate.hops)), ()
+        *lines, last = render(candidate.specification, candidate.hops).splitlines()
+        text = " ".join([*(tagged(line, letter) for line, letter in zip(lines, LETTERS, strict=False)), spaced(last)])
+        media: tuple[Media, ...] = ()
         if self._source.evidence == "captions":
-            text = f"{' '.join(self._line(candidate, caption.shot) for caption in self._captions_of(candidate) if caption.text)} | {text}"
+            text = f"{' '.join(_line(caption) for caption in self._captions_of(candidate) if caption.text)} | {text}"
         else:
             text = f"<video>\n{text}"
-            media = (Media("video", entry["proxy"], self._config["frames"], self._config["max_pixels"]),)  # type: ignore[assignment]
+            media = (Media("video", entry["proxy"], self._config["frames"], self._config["max_pixels"]),)
         return Question(
             id=candidate.specification.question_id,
             messages=({"role": "user", "content": text},),
@@ -88,22 +92,23 @@ class HopchainTask:
             verdicts.append(hop.answer ^ astray ^ bool(rng.random() < noise))
             value = hop.yes if verdicts[-1] else hop.no
             total += value
-            word = "yes" if verdicts[-1] else "no"
-            steps.append(f"{self._reasoned(candidate, number, verdicts)} : {word} {value} sum {total}")
+            word, tag = ("yes", LETTERS[number]) if verdicts[-1] else ("no", LETTERS[number].lower())
+            steps.append(f"{self._reasoned(candidate, number, verdicts)} {word} {value}@{tag} {value} sum {total}")
         return f"<think> {' ; '.join(steps)} </think> <answer> {total} </answer>"
 
     def vocabulary(self) -> list[str]:
-        words = {"yes", "no", "so", "sum", ";", "|", *LETTERS}
+        words = {"yes", "no", "sum", ":", ";", "|", *LETTERS}
         largest = 0
         for candidate in self._all:
-            words.update(spaced(render(candidate.specification, candidate.hops)).split())
-            words.update(word for hop in candidate.hops for word in spaced(" ".join([*hop.scenes, hop.fact])).split())
+            *lines, last = render(candidate.specification, candidate.hops).splitlines()
+            plain = {word for line in lines for word in spaced(line).split()}
+            hops = LETTERS[: len(lines)]
+            words |= plain | set(spaced(last).split()) | {f"{word}@{tag}" for word in plain for tag in hops + hops.lower()}
             largest = max(largest, sum(max(hop.yes, hop.no) for hop in candidate.hops))
-        for captions in self._captions.values():
-            largest = max(largest, len(captions))
         seen = {word for captions in self._captions.values() for caption in captions for word in _WORD.findall(caption.text)}
-        tagged = {f"{word}@{shot}" for word in seen for shot in range(max(map(len, self._captions.values())))}
-        return sorted(words | tagged | {str(number) for number in range(largest + 1)})
+        shots = max(map(len, self._captions.values()))
+        words |= {f"{word}@{shot}" for word in seen for shot in range(shots)}
+        return sorted(words | {str(number) for number in range(max(largest, shots) + 1)})
 
     def _entry(self, index: int) -> tuple[Mapping[str, Any], Candidate]:
         if not 0 <= index < len(self):
@@ -111,26 +116,44 @@ class HopchainTask:
         return self._entries[index]
 
     def _reasoned(self, candidate: Candidate, number: int, verdicts: Sequence[bool]) -> str:
-        """Where a hop looks, what it asks, and the captions that settle it."""
+        """Where a hop looks, the caption that settles it, and what it asks."""
         hop, router = candidate.hops[number], candidate.specification.router_of(number)
-        moments = [(f"{spaced(scene)} {shot}", shot) for scene, shot in zip(hop.scenes, hop.segments, strict=True)]
-        start = LETTERS[number]
+        moments, letter, start = list(zip(hop.scenes, hop.segments, strict=True)), LETTERS[number], LETTERS[number]
+        tag = letter
         if router is not None:
             half = len(moments) // 2
             moments = moments[:half] if verdicts[router] else moments[half:]
-            start += f" {LETTERS[router]} {'yes' if verdicts[router] else 'no'} so"
-        named = " , ".join(scene for scene, _ in moments)
+            start = f"{letter} {LETTERS[router]} {'yes' if verdicts[router] else 'no'}"
+            tag = letter if verdicts[router] else letter.lower()
+        named = " ".join(f"{_named(scene, tag)} {shot}" for scene, shot in moments)
         if hop.type == "order":
             return f"{start} {named}"
-        return f"{start} {named} , {spaced(hop.fact)} : {self._line(candidate, moments[0][1])}"
+        captions, shot = self._captions_of(candidate), moments[0][1]
+        line = _line(captions[shot]) if shot < len(captions) else ""
+        return " ".join(f"{start} {named} {line} : {tagged(hop.fact, letter)}".split())
 
     def _captions_of(self, candidate: Candidate) -> list[Caption]:
         return self._captions[candidate.specification.video_id]
 
-    def _line(self, candidate: Candidate, shot: int) -> str:
-        """The words of a shot's caption, each with its shot."""
-        captions = self._captions_of(candidate)
-        return " ".join(f"{word}@{shot}" for word in _WORD.findall(captions[shot].text)) if shot < len(captions) else ""
+
+def tagged(text: str, letter: str) -> str:
+    """Words with the hop they belong to, in lower case from an ``otherwise`` to the end of its sentence; punctuation stays bare."""
+    words, tag = [], letter
+    for word in spaced(text).split():
+        tag = letter.lower() if word == "otherwise" else letter if word == "." else tag
+        words.append(f"{word}@{tag}" if _WORD.fullmatch(word) else word)
+    return " ".join(words)
+
+
+def _named(scene: str, tag: str) -> str:
+    """A scene reference without its article, as the question has it and plain."""
+    words = [word for word in _WORD.findall(scene) if word != "the"]
+    return " ".join([*(f"{word}@{tag}" for word in words), *words])
+
+
+def _line(caption: Caption) -> str:
+    """The words of a caption, each with its shot."""
+    return " ".join(f"{word}@{caption.shot}" for word in _WORD.findall(caption.text))
 
 
 def _record(entry: Mapping[str, Any]) -> Candidate:

@@ -12,7 +12,7 @@ from headrace.policy.scratch import build_vision
 from headrace.questions.hopchain.world.script import ACTIONS, COLOURS, PLACES, SIDES
 from headrace.questions.rows import load_rows
 from headrace.questions.sets import Split, TaskSet, load
-from headrace.questions.tasks.hopchain import HopchainTask, spaced
+from headrace.questions.tasks.hopchain import HopchainTask, spaced, tagged
 from headrace.rewards import score
 from tests.questions.hopchain.corpora import WORLD, built, content, lines
 
@@ -37,11 +37,20 @@ def test_a_corpus_is_a_task_set_of_its_rows(corpus: Path) -> None:
     for index in range(len(rows)):
         mine, row = questions.question(index), rows.question(index)
         assert (mine.id, mine.answer, mine.extra["hops"]) == (row.id, row.answer, row.extra["hops"])
-        text = row.messages[1]["content"].removeprefix("<video>\n")
-        assert mine.messages[0]["content"].endswith(f"| {spaced(text)}")
+        text = spaced(row.messages[1]["content"].removeprefix("<video>\n"))
+        evidence, _, asked = mine.messages[0]["content"].partition(" | ")
+        assert re.sub(r"@\w", "", asked) == text
+        assert len(set(evidence.split())) > 0.9 * len(evidence.split())
         shown = task(corpus, evidence="video").question(index)
         assert shown.media == row.media
-        assert shown.messages[0]["content"] == f"<video>\n{spaced(text)}"
+        assert shown.messages[0]["content"] == f"<video>\n{asked}"
+
+
+def test_words_carry_their_hop_and_their_side() -> None:
+    line = "Use check A to choose where to look: if it falls, look at the sea; otherwise look at the sky. There, if red, let B be 5; otherwise let B be 2."
+    assert tagged(line, "B").endswith(
+        "; otherwise@b look@b at@b the@b sky@b . There@B , if@B red@B , let@B B@B be@B 5@B ; otherwise@b let@b B@b be@b 2@b ."
+    )
 
 
 def test_clean_traces_are_right_and_noisy_ones_consistent(corpus: Path) -> None:
@@ -72,8 +81,9 @@ def test_a_routed_hop_follows_the_verdict_it_was_given(corpus: Path) -> None:
         router = "no" if hops[0]["value"] == hops[0]["yes"] else "yes"
         half = len(hops[1]["scenes"]) // 2
         destination = hops[1]["scenes"][0 if router == "yes" else half]
-        assert f"B A {router} so {destination}" in flipped
-        assert f" {hops[1]['value']} sum" in flipped.split(" ; ")[1] + " sum"
+        place = destination.removeprefix("the ")
+        assert f"B A {router} {place}@{'B' if router == 'yes' else 'b'} {place} " in flipped
+        assert f" {hops[1]['value']} sum " in flipped.split(" ; ")[1]
     assert seen > 0
 
 
