@@ -31,6 +31,7 @@ from headrace.sampling.vllm.fleet import Fleet
 from headrace.sampling.vllm.media import features, items
 from headrace.sampling.vllm.server import Server
 from tests.policy.test_model_vision import MEDIA, TEMPLATE, tokenizer
+from tests.sampling.test_local_vision import teacher_forced
 from tests.sampling.tiny_policy import ROUNDING, WORDS
 from tests.vllm.test_client import requests
 
@@ -171,9 +172,7 @@ def check_equal_to_local(seeing: Seeing, pictures: list[Media], monkeypatch: pyt
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.masked.tolist() == other.masked.tolist()
     for request, completion in zip(drawn, sampled, strict=True):
-        rescored = asyncio.run(LocalEngine(policy, encoder).sample([request]))  # other random numbers, same first distribution
-        assert len(rescored[0].token_ids) > 0
-        np.testing.assert_allclose(completion.logprobs, forced(policy, encoder, request.prompt, completion), atol=10 * ROUNDING)
+        np.testing.assert_allclose(completion.logprobs, teacher_forced(policy, encoder, request, completion), atol=10 * ROUNDING)
     whole = [body for body in bodies if any(any(part) for part in body.get("features", {}).get("kwargs_data", {}).values())]
     assert 5 <= len(whole) <= 3 * 5, "a prompt's media go once before the server forgets them and once or twice after"
 
@@ -184,18 +183,6 @@ def forget(url: str) -> None:
     control.pause("keep")
     control.resume()
     control.close()
-
-
-def forced(policy: Policy, encoder: Encoder, prompt: Prompt, completion: Completion) -> np.ndarray:
-    """Log-probs of a drawn response by transformers' own forward pass."""
-    ids = torch.from_numpy(np.concatenate([prompt.token_ids, completion.token_ids]))[None]
-    pads = {encoder.config.image_token_id: 1, encoder.config.video_token_id: 2}
-    kinds = torch.tensor([[pads.get(int(token), 0) for token in ids[0]]])
-    with torch.no_grad():
-        logits = policy.model(input_ids=ids, mm_token_type_ids=kinds, **encoder.media_tensors(prompt.question.media)).logits[0]
-    logits[:, list(encoder.banned_ids)] = -torch.inf
-    rows = logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
-    return rows[np.arange(len(rows)), completion.token_ids].numpy()
 
 
 @pytest.mark.vllm
