@@ -1,5 +1,6 @@
 """Builds the parts of a run from its configuration and connects them."""
 
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ async def assemble(
         ValueError: model, questions or an earlier run in the same folder do not fit; one line.
     """
     journal = Journal(config, config.run.steps, active=parallel.is_main)
+    if config.sampling.cge is not None and config.loss.surprisal_coef > 0:
+        journal.warn("loss.surprisal_coef lowers the entropy that sampling.cge is there to raise")
     held: list[IO[bytes]] = []
     try:
         parallel.run_on_main(lambda: held.append(claim_folder(config, fresh)))
@@ -109,7 +112,12 @@ def export_newest(run: Path, out: Path) -> int:
         ValueError: the folder holds no run or no checkpoint, or the starting model cannot be had again.
     """
     config = load_config(run / "config.yaml")
-    config = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_coef": 0.0})})  # needs no reference
+    config = config.model_copy(
+        update={
+            "loss": config.loss.model_copy(update={"kl_coef": 0.0}),  # needs no reference
+            "model": config.model.model_copy(update={"shard": None, "offload": False}),  # one process has no ranks to lay it out over
+        }
+    )
     device = Parallel().device
     questions = configured(config, "train", needs_answers=False)
     directory = starting_model(config, questions, device, Journal(config, config.run.steps, active=False))
@@ -118,5 +126,7 @@ def export_newest(run: Path, out: Path) -> int:
     restored = checkpoint.restore(run / "checkpoints", Learner(policy, config, encoder.banned_ids))
     if restored is None:
         raise ConfigError(f"{run}: has no checkpoint to export")
+    for fault in restored.damaged:
+        print(f"warning: {fault}; an older one is taken", file=sys.stderr)
     checkpoint.export(policy, encoder, out)
     return restored.step
