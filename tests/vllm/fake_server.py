@@ -1,6 +1,7 @@
 """Stands in for vLLM where only the supervision is tested: ``fake_server.py NAME PORT FOLDER``.
 
-It answers the routes that the supervisor asks; files in FOLDER change how: ``silent`` lets ``/is_paused`` hang, ``broken`` ends it at once.
+It answers the routes that the supervisor asks; files in FOLDER change how: ``broken`` ends it at once, ``failing`` answers
+``/is_paused`` with an error, ``closed`` lets it close its port and hang.
 It has a child that has left its process group and ignores SIGTERM, as a stuck worker would; pids are written to FOLDER/pids.
 """
 
@@ -20,8 +21,12 @@ paused = False
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/is_paused" and (folder / "silent").exists():
-            time.sleep(60)
+        if self.path == "/is_paused" and (folder / "closed").exists():
+            (folder / "closed").unlink()
+            http.socket.close()
+        if self.path == "/is_paused" and (folder / "failing").exists():
+            (folder / "failing").unlink()
+            return self.answer({"error": "no engine"}, 500)
         self.answer({"data": [{"id": name, "max_model_len": 64}], "is_paused": paused})
 
     def do_POST(self) -> None:
@@ -53,7 +58,11 @@ with (folder / "pids").open("a") as file:
     file.write(f"{os.getpid()} {child.pid}\n")
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 try:
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
 except OSError as error:
     print(f"OSError: {error}", flush=True)
     sys.exit(1)
+try:
+    http.serve_forever()
+except (OSError, ValueError):  # its socket was closed
+    time.sleep(600)

@@ -60,6 +60,10 @@ def group(leader: int) -> list[int]:
     return members
 
 
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 # ------------------------------------------------------------------------------------------------------ with a stand-in
 
 
@@ -196,6 +200,19 @@ def test_a_hung_server_is_started_again(started: tuple[Path, Supervisor]) -> Non
     assert gone(*pids(folder, 0))
 
 
+@pytest.mark.parametrize("fault", ["closed", "failing"])
+def test_a_server_whose_engine_died_is_started_again(folder: Path, fault: str) -> None:
+    """vLLM's API server then closes its port and may hang while it ends; nobody waits for it."""
+    supervisor = Supervisor([standing_in(folder)])
+    supervisor.start()
+    try:
+        (folder / fault).touch()
+        assert until(lambda: supervisor.generation(supervisor.urls[0]) == 1, 20)
+        assert gone(*pids(folder, 0))
+    finally:
+        supervisor.close()
+
+
 def test_too_many_restarts_end_in_one_line(started: tuple[Path, Supervisor]) -> None:
     folder, supervisor = started
     supervisor.check()
@@ -292,7 +309,8 @@ def test_a_stalled_server_runs_into_the_deadline_which_names_it(served: Served, 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_request_ends_right_though_its_server_is_killed(served: Served) -> None:
+@pytest.mark.parametrize("victim", ["api_server.py", pytest.param("VLLM::EngineCore", marks=pytest.mark.soak)])
+def test_a_request_ends_right_though_its_server_is_killed(served: Served, victim: str) -> None:
     wanted = requests(served.tiny.prompts([4, 6, 9]), 3, max_tokens=450)
     expected = draw(served, wanted)
     url, generation = served.server.url, served.control.generation
@@ -306,7 +324,7 @@ def test_a_request_ends_right_though_its_server_is_killed(served: Served) -> Non
         try:
             await asyncio.sleep(0.5)
             assert not drawing.done()
-            os.kill(served.server.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            os.kill(next(pid for pid in before if victim in command(pid)), signal.SIGKILL)
             came_back = await asyncio.to_thread(until, lambda: served.supervisor.generation(url) > generation, 300)
             assert came_back
             assert not drawing.done(), "a server with the weights on disk drew before it got new ones"

@@ -284,11 +284,16 @@ class Supervisor:
             return "died"
         try:
             # Answered by the engine's own loop, where /health is answered for it.
-            if client.get(f"{server.url}/is_paused").status_code == 200:
-                slot.answered = time.monotonic()
-                return None
+            code = client.get(f"{server.url}/is_paused").status_code
+        except httpx.ConnectError:
+            return "closed its port"  # its engine died, and it hangs while it ends
         except httpx.HTTPError:
-            pass
+            code = None
+        if code == 200:
+            slot.answered = time.monotonic()
+            return None
+        if code is not None:
+            return f"has no engine any more (HTTP {code})"
         silent = time.monotonic() - slot.answered
         return f"gave no answer for {silent:.0f} s" if silent > self._stall else None
 
