@@ -1,13 +1,11 @@
 """Where the groups of a batch come from: drawn together when they are wanted, or ahead of the learner.
 
-Both hand out groups in the order in which their questions were admitted, so a batch depends on that order and not on which group
-was drawn fastest; with a staleness of 0 both make the same batches.
+With a staleness of 0 both hand out groups in the order in which their questions were admitted, and make the same batches.
 """
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Protocol
 from headrace.admission import Admission
 from headrace.questions.ledger import Key
 from headrace.records import EngineDown, Group, Prompt
+from headrace.schedule import deadline, fits
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +23,29 @@ Draw = Callable[[Sequence[Key], Sequence[Prompt]], Awaitable[list[Group]]]
 RETRY_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far drawing may run ahead (``schedule``)."""
+
+    slots: int
+    """floor((1 + S)·P): questions admitted and not released."""
+    batch: int
+    """Groups of one batch."""
+    interval: int
+    """Batches of one parameter version."""
+    lag: int
+    """Largest number of versions by which a trained token may lag: ceil(slots / P) - 1."""
+
+
 class GroupSource(Protocol):
-    """Gives groups in the order of admission."""
+    """Gives the groups of batches."""
 
     async def take(self, count: int) -> list[tuple[Key, Group]]:
-        """The next ``count`` groups, drawn and scored."""
+        """The next ``count`` groups for the present batch, drawn and scored."""
         ...
 
     def trained(self, keys: Sequence[Key]) -> None:
-        """The learner's weights have seen these groups."""
+        """The present batch is done; the learner's weights have seen these groups of it."""
         ...
 
     def release(self) -> None:
@@ -94,6 +107,8 @@ class _Admitted:
 
     key: Key
     task: asyncio.Task[Group]
+    deadline: int
+    """Last batch, from 0, that may take its group: later its oldest tokens would lag too far."""
     slot: bool = True
     """Whether it counts against the slots; no longer once its group turns out not to train."""
 
@@ -102,10 +117,14 @@ class Ahead:
     """Draws every question by itself, as many at a time as there are slots.
 
     Invariant: at most ``slots`` questions are admitted and not released. A question gives its slot back as soon as its
-    group is found not to train, otherwise when the engines hold weights that were trained on it (docs/asynchrony.md has the bound on
-    the age of tokens that follows). First wave, rewards and second wave of a question follow each other without waiting for others.
+    group is found not to train, otherwise when the engines hold weights that were trained on it. First wave, rewards and second wave
+    of a question follow each other without waiting for others.
 
-    Life of a question: admitted (a slot) -> drawn and scored -> taken by a batch, oldest first -> released. When the
+    A batch takes the oldest groups that are finished. It passes over one that is still being drawn only if every group left
+    behind can then still be taken by its deadline; so no token lags by more than ``lag`` versions (docs/asynchrony.md), and one long
+    response does not hold up the learner. With a lag of 0 that is the order of admission.
+
+    Life of a question: admitted (a slot) -> drawn and scored -> taken by a batch -> released. When the
     engine goes down, it is drawn again from the same seeds.
     """
 
@@ -114,46 +133,71 @@ class Ahead:
         admission: Admission,
         draw: Draw,
         trains: Callable[[Group], bool],
-        slots: int,
+        pace: Pace,
         *,
+        batches: int = 0,
         drawn: Mapping[Key, Group] | None = None,
         unreleased: Sequence[Key] = (),
     ) -> None:
         """Args:
         trains: whether a group will train, so that its slot is held.
-        slots: floor((1 + S)·P), ``schedule.slots``.
+        batches: that have trained already.
         drawn: groups that an earlier process had drawn; their questions are not drawn again.
         unreleased: groups of an earlier process that have trained.
         """
-        self._admission, self._draw, self._trains, self._slots = admission, draw, trains, slots
+        self._admission, self._draw, self._trains, self._pace = admission, draw, trains, pace
         self._drawn = dict(drawn or {})
-        self._queue: deque[_Admitted] = deque()
+        self._queue: list[_Admitted] = []
         self._taken: set[Key] = set()  # groups of a batch that may be training; each has a slot
         self._trained: set[Key] = set(unreleased)  # likewise, until the engines have the weights
+        self._batches = batches
+        self._version = batches // pace.interval
         self._room = asyncio.Event()
-        self._news = asyncio.Condition()
+        self._news = asyncio.Event()
         self._filling: asyncio.Task[None] | None = None
         self._busy = _BusyTime()
         self._redrawn = 0
 
     async def take(self, count: int) -> list[tuple[Key, Group]]:
-        taken: list[tuple[Key, Group]] = []
-        while len(taken) < count:
-            oldest = await self._oldest()
-            group = await oldest.task
-            self._queue.popleft()
+        if self._filling is None:
+            self._filling = asyncio.create_task(self._fill())
+        while (chosen := self._choose(count)) is None:
+            if not self._queue and self._filling.done():
+                self._filling.result()  # no question can be admitted any more
+            self._news.clear()
+            await self._news.wait()
+        groups = [(entry.key, entry.task.result()) for entry in chosen]
+        for entry, (key, group) in zip(chosen, groups, strict=True):
+            self._queue.remove(entry)
             if self._trains(group):
-                self._taken.add(oldest.key)
-            else:
-                self._room.set()
-            taken.append((oldest.key, group))
-        return taken
+                self._taken.add(key)
+        self._room.set()
+        return groups
+
+    def _choose(self, count: int) -> list[_Admitted] | None:
+        """The groups to take now, None while that must wait."""
+        oldest = self._queue[:count]
+        if len(oldest) == count and all(entry.task.done() for entry in oldest):
+            return oldest
+        finished = [entry for entry in self._queue if entry.task.done()]
+        failed = [entry for entry in finished if entry.task.exception() is not None]
+        if failed:
+            failed[0].task.result()
+        if self._pace.lag == 0 or len(finished) < count:
+            return None
+        chosen = finished[:count]
+        kept = set(map(id, chosen))
+        places = sum(not entry.slot for entry in chosen)  # this batch will ask again for those that do not train
+        left = [entry.deadline for entry in self._queue if id(entry) not in kept and entry.slot]
+        return chosen if fits(left, self._batches, self._pace.batch, places) else None
 
     def trained(self, keys: Sequence[Key]) -> None:
         self._taken -= set(keys)
         self._trained |= set(keys)
+        self._batches += 1
 
     def release(self) -> None:
+        self._version = self._batches // self._pace.interval
         self._trained.clear()
         self._room.set()
 
@@ -164,7 +208,7 @@ class Ahead:
     @property
     def free_slots(self) -> int:
         """Questions that may be admitted now."""
-        return self._slots - sum(entry.slot for entry in self._queue) - len(self._taken) - len(self._trained)
+        return self._pace.slots - sum(entry.slot for entry in self._queue) - len(self._taken) - len(self._trained)
 
     def buffered(self) -> dict[Key, Group]:
         finished = [entry for entry in self._queue if entry.task.done() and not entry.task.cancelled() and not entry.task.exception()]
@@ -187,37 +231,22 @@ class Ahead:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _oldest(self) -> _Admitted:
-        """The oldest question in the queue; waits for one to be admitted.
-
-        Raises:
-            ValueError: no question can be admitted any more.
-        """
-        if self._filling is None:
-            self._filling = asyncio.create_task(self._fill())
-        async with self._news:
-            await self._news.wait_for(lambda: self._queue or (self._filling is not None and self._filling.done()))
-        if not self._queue:
-            self._filling.result()
-        return self._queue[0]
-
     async def _fill(self) -> None:
         """Admit questions while there are slots, for ever."""
+        pace = self._pace
         try:
             while True:
                 self._room.clear()
                 while self.free_slots > 0:
                     key, prompt = self._admission.next()
-                    entry = _Admitted(key, asyncio.create_task(self._group(key, prompt)))
+                    last = deadline(self._version, pace.interval, pace.lag)
+                    entry = _Admitted(key, asyncio.create_task(self._group(key, prompt)), last)
                     entry.task.add_done_callback(partial(self._finished, entry))
                     self._queue.append(entry)
-                    async with self._news:
-                        self._news.notify_all()
                     await asyncio.sleep(0)  # encoding takes time; what was drawn meanwhile is looked after first
                 await self._room.wait()
         finally:
-            async with self._news:
-                self._news.notify_all()
+            self._news.set()
 
     async def _group(self, key: Key, prompt: Prompt) -> Group:
         """Draw one question, again when the engine goes down."""
@@ -237,6 +266,7 @@ class Ahead:
         if not task.cancelled() and task.exception() is None and not self._trains(task.result()):
             entry.slot = False
             self._room.set()
+        self._news.set()
 
 
 class _BusyTime:

@@ -12,14 +12,14 @@ from headrace.controller import Controller, Drawn, fate
 from headrace.credit.routing import ClaimRouting
 from headrace.encoding import Encoder
 from headrace.evaluation import evaluate
-from headrace.groups import RETRY_SECONDS, Ahead, Together
+from headrace.groups import RETRY_SECONDS, Ahead, Pace, Together
 from headrace.questions.hints import hints_for
 from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet, stops_at_bad_rows
 from headrace.records import Engine, EngineDown, Group, Prompt, Question, Reward
 from headrace.rewards.pool import ScoringPool
 from headrace.sampling.waves import draw_groups
-from headrace.schedule import slots
+from headrace.schedule import max_lag, slots
 from headrace.selection.paqm import Miner
 from headrace.wire import pack, unpack
 
@@ -35,6 +35,8 @@ class RolloutState:
 
     ledger: dict[str, Any] | None = None
     """``Ledger.state``."""
+    batches: int = 0
+    """Batches settled."""
     unreleased: tuple[Key, ...] = ()
     """Questions that have trained since the engines last got weights."""
     groups: dict[Key, Group] = field(default_factory=dict)
@@ -42,12 +44,12 @@ class RolloutState:
 
     def for_checkpoint(self) -> tuple[dict[str, Any], bytes]:
         """As JSON, and groups as bytes. By then every group that has trained is as good as released: a resumed run pushes first."""
-        return {"ledger": self.ledger}, pack(self.groups) if self.groups else b""
+        return {"ledger": self.ledger, "batches": self.batches}, pack(self.groups) if self.groups else b""
 
     @classmethod
     def from_checkpoint(cls, extra: Mapping[str, Any], groups: bytes) -> "RolloutState":
         """The inverse."""
-        return cls(ledger=extra.get("ledger"), groups=unpack(groups, dict[Key, Group]) if groups else {})
+        return cls(ledger=extra.get("ledger"), batches=extra.get("batches", 0), groups=unpack(groups, dict[Key, Group]) if groups else {})
 
 
 class Rollouts(Protocol):
@@ -96,6 +98,7 @@ class OwnRollouts:
         self._admission = Admission(config, sides.train, encoder, Ledger(len(sides.train), config.run.seed))
         self._routing = ClaimRouting(config.credit, encoder, config.sampling.group_size)
         self._miner = self._make_miner(sides.train)
+        self._batches = 0
         self._controller = self._make_controller(RolloutState())
 
     async def draw(self) -> Drawn:
@@ -103,6 +106,7 @@ class OwnRollouts:
 
     async def settle(self, fates: dict[Key, str]) -> None:
         self._controller.settle(fates)
+        self._batches += 1
 
     async def release(self) -> None:
         self._controller.source.release()
@@ -119,10 +123,11 @@ class OwnRollouts:
 
     async def state(self) -> RolloutState:
         source = self._controller.source
-        return RolloutState(self._admission.ledger.state(), tuple(source.unreleased), source.buffered())
+        return RolloutState(self._admission.ledger.state(), self._batches, tuple(source.unreleased), source.buffered())
 
     async def restore(self, state: RolloutState) -> None:
         self._admission.ledger.restore(state.ledger)
+        self._batches = state.batches
         self._controller = self._make_controller(state)
 
     async def close(self) -> None:
@@ -148,7 +153,8 @@ class OwnRollouts:
             self._admission,
             self._sample,
             lambda group: fate(group, config) == "trained",
-            slots(config),
+            Pace(slots(config), config.run.questions_per_step, config.schedule.sync_interval, max_lag(config)),
+            batches=state.batches,
             drawn=state.groups,
             unreleased=state.unreleased,
         )

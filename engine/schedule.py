@@ -1,5 +1,6 @@
 """The arithmetic of the asynchronous schedule: how far sampling may run ahead of learning (docs/asynchrony.md has the proofs)."""
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from headrace.config import Config
@@ -21,11 +22,24 @@ def slots(config: Config) -> int:
 
 
 def max_lag(config: Config) -> int:
-    """Largest number of versions that a trained token can lag behind the learner: ceil(slots / P) - 1, which is at most ceil(S).
+    """L: largest number of versions by which a trained token can lag behind the learner, ceil(slots / P) - 1, at most ceil(S).
 
-    Let a group be admitted while the engines hold version v, so that the first v·P trained groups are released. With it at most
-    ``slots`` groups are not, and batches take groups in the order of admission, so it is among the first v·P + slots groups to
-    train. The learner's version at the i-th of them (from 0) is floor(i / P), at most v + ceil(slots / P) - 1. Groups that are
-    filtered ahead of it only move it forward, and its tokens are drawn under v or, after a push in between, under a newer version.
+    Kept by ``deadline`` and ``fits``; docs/asynchrony.md has the proof.
     """
     return (slots(config) - 1) // questions_per_version(config)
+
+
+def deadline(version: int, interval: int, lag: int) -> int:
+    """Last batch, from 0, that may take a group admitted while the engines held ``version``; in a later one it would lag by more."""
+    return interval * (version + lag + 1) - 1
+
+
+def fits(deadlines: Iterable[int], batch: int, size: int, places: int = 0) -> bool:
+    """Whether all groups that batch number ``batch`` leaves behind can still be taken in time, oldest first.
+
+    Args:
+        deadlines: of the groups left, in the order of admission.
+        size: groups of one batch.
+        places: that the batch still has after this choice.
+    """
+    return all(n <= places + size * (last - batch) for n, last in enumerate(deadlines, 1))

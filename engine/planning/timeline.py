@@ -11,6 +11,7 @@ import numpy as np
 from headrace.planning.rates import learner_seconds
 from headrace.planning.servers import Drawing, Server
 from headrace.planning.setting import Setting
+from headrace.schedule import deadline, fits
 
 
 class Timeline:
@@ -26,7 +27,6 @@ class Timeline:
         self.servers = [Server(setting.rates, setting.rows) for _ in range(setting.servers)]
         self.queue: deque[Drawing] = deque()  # groups not yet in a batch, in the order that batches take them
         self.complete = 0  # of those, how many are done
-        self.blocking: Drawing | None = None  # the group that the next batch was last seen to wait for
         self.rows = 0  # running on all servers
         self.learner_free = True
         self.waiting_since = 0.0
@@ -149,21 +149,19 @@ class Timeline:
         self.at(self.now + seconds, self._trained)
 
     def _next_batch(self) -> list[Drawing] | None:
-        """The first groups of the queue that were not filtered, if they are all complete."""
-        if self.blocking is not None and not self.blocking.done:
-            return None
-        batch: list[Drawing] = []
-        for passed, group in enumerate(self.queue, 1):
-            if not group.done:
-                self.blocking = group
+        """The groups that the learner's controller would take now (``groups.Ahead``); None while it waits."""
+        size, lag = self.setting.batch, (self.setting.slots - 1) // (self.setting.batch * self.setting.sync_interval)
+        waiting = [group for group in self.queue if not (group.done and group.filtered)]
+        chosen = waiting[:size]
+        if not all(group.done for group in chosen):
+            chosen = list(islice((group for group in waiting if group.done), size))
+            taken = set(map(id, chosen))
+            left = (deadline(group.version, self.setting.sync_interval, lag) for group in waiting if id(group) not in taken)
+            if lag == 0 or len(chosen) < size or not fits(left, self.batches, size):
                 return None
-            if not group.filtered:
-                batch.append(group)
-            if len(batch) == self.setting.batch:
-                for _ in range(passed):
-                    self.queue.popleft()
-                return batch
-        return None
+        taken = set(map(id, chosen))
+        self.queue = deque(group for group in waiting if id(group) not in taken)
+        return chosen
 
     def _trained(self) -> None:
         self.batches += 1
