@@ -47,10 +47,9 @@ def test_a_corpus_is_a_task_set_of_its_rows(corpus: Path) -> None:
 
 
 def test_words_carry_their_hop_and_their_side() -> None:
-    line = "Use check A to choose where to look: if it falls, look at the sea; otherwise look at the sky. There, if red, let B be 5; otherwise let B be 2."
-    assert tagged(line, "B").endswith(
-        "; otherwise@b look@b at@b the@b sky@b . There@B , if@B red@B , let@B B@B be@B 5@B ; otherwise@b let@b B@b be@b 2@b ."
-    )
+    line = "If so, look at the sea; otherwise look at the sky. There, if red, let B be 5; otherwise let B be 2."
+    first = "If@B so@B , look@B at@B the@B sea@B ; otherwise@b look@b at@b the@b sky@b ."
+    assert tagged(line, "B") == f"{first} There@B , if@B red@B , let@B B@B be@B 5@B ; otherwise@b let@b B@b be@b 2@b ."
 
 
 def test_clean_traces_are_right_and_noisy_ones_consistent(corpus: Path) -> None:
@@ -60,8 +59,7 @@ def test_clean_traces_are_right_and_noisy_ones_consistent(corpus: Path) -> None:
         answer = questions.question(index).answer
         assert score(questions.trace(index, np.random.default_rng(0)), answer, contract="answer_tag").total == pytest.approx(1.0)
         noisy = questions.trace(index, np.random.default_rng(index), noise=0.5)
-        verdicts = noisy.split()
-        values = [int(verdicts[i + 1]) for i, word in enumerate(verdicts) if word in ("yes", "no") and verdicts[i + 1].isdigit()]
+        values = [int(value) for value in re.findall(r" (?:yes|no) (\d+)@", noisy)]
         assert noisy.endswith(f"<answer> {sum(values)} </answer>")
         wrong += str(sum(values)) != answer
     assert wrong > 0
@@ -124,10 +122,8 @@ def test_a_real_policy_filters_by_difficulty(corpus: Path, tmp_path: Path) -> No
 
 def _world_words() -> set[str]:
     """Words that questions of the world may hold, with the punctuation that may follow them."""
-    template = (
-        "In Compare two moments: and If is shown before let be otherwise Use check A B C to choose where look at which compare There, if the "
-        "first-named moment of its second shape on in frame Report + as a single integer"
-    ).split()
+    text = """In Compare two moments: and If is shown before let be otherwise Use check A B C to choose where look at which compare There, if
+    the first-named moment of its second shape on in frame Report + as a single integer"""
     numbers = map(str, range(1, 10))
-    every = (PLACES, COLOURS, SIDES, ACTIONS, numbers, template)
+    every = (PLACES, COLOURS, SIDES, ACTIONS, numbers, text.split())
     return {f"{word}{mark}" for words in every for word in words for mark in ("", ",", ".", ";", ":")}
