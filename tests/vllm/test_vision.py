@@ -203,7 +203,7 @@ def test_every_placeholder_belongs_to_one_item(tmp_path: Path, pictures: list[Me
     encoder = Encoder.load(tmp_path, think_prefill=True, system_prompt=None, max_prompt_tokens=512)
     pads = (encoder.config.image_token_id, encoder.config.video_token_id)
     for prompt in prompts(encoder, pictures):
-        found = items(encoder, prompt)
+        found = items(encoder, prompt, {})
         covered = np.zeros(len(prompt.token_ids), dtype=int)
         for item in found:
             covered[item.offset : item.offset + item.length] += 1
@@ -216,11 +216,11 @@ def test_equal_pictures_have_equal_hashes_and_go_by_them(tmp_path: Path, picture
     build_qwen3(tmp_path)
     encoder = Encoder.load(tmp_path, think_prefill=True, system_prompt=None, max_prompt_tokens=512)
     first, second, _, both, *_ = prompts(encoder, pictures)
-    assert items(encoder, first)[0].hash != items(encoder, second)[0].hash
-    assert len({item.hash for item in items(encoder, both)}) == 2
-    by_hash = features(items(encoder, first), whole=False)
+    assert items(encoder, first, {})[0].hash != items(encoder, second, {})[0].hash
+    assert len({item.hash for item in items(encoder, both, {})}) == 2
+    by_hash = features(items(encoder, first, {}), whole=False)
     assert by_hash["kwargs_data"] == {"image": [None]}
-    assert by_hash["mm_hashes"] == features(items(encoder, first), whole=True)["mm_hashes"]
+    assert by_hash["mm_hashes"] == features(items(encoder, first, {}), whole=True)["mm_hashes"]
 
 
 def test_a_prompt_of_another_model_is_refused(tmp_path: Path, pictures: list[Media]) -> None:
@@ -229,4 +229,4 @@ def test_a_prompt_of_another_model_is_refused(tmp_path: Path, pictures: list[Med
     first, *_ = prompts(encoder, pictures)
     shorter = Prompt(first.question, np.delete(first.token_ids, np.flatnonzero(first.token_ids == encoder.config.image_token_id)[:1]), True)
     with pytest.raises(ValueError, match=r"question q0: \S+0.png makes 16 image tokens, but the prompt has no such run"):
-        items(encoder, shorter)
+        items(encoder, shorter, {})

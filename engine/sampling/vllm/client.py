@@ -16,7 +16,7 @@ from headrace.sampling.vllm.channel import spare_rows
 from headrace.sampling.vllm.control import error_text
 from headrace.sampling.vllm.exchange import ROUTE, AnswerError, Reader, sampling_params
 from headrace.sampling.vllm.fleet import Fleet, Place
-from headrace.sampling.vllm.media import Item, features, items
+from headrace.sampling.vllm.media import Hashes, Item, features, items
 
 MOST_FAILURES = 3
 """Internal errors of servers that are up, after which a request is given up."""
@@ -74,6 +74,7 @@ class VLLMEngine:
         self._fleet: Fleet | None = None
         self._context = 0
         self._epoch = 0
+        self._hashes: Hashes = {}
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """One completion per request, in order.
@@ -128,7 +129,7 @@ class VLLMEngine:
             body["cache_salt"] = str(self.version())
         home = hash((prompt.question.media, prompt.token_ids.tobytes()))
         if home not in media:
-            media[home] = items(self.encoder, prompt)
+            media[home] = items(self.encoder, prompt, self._hashes)
         return _Task(request, body, media[home], home, self._epoch)
 
     async def _draw(self, fleet: Fleet, task: _Task) -> Completion:
