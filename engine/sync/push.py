@@ -128,9 +128,15 @@ class WeightSync:
             SyncError: on every rank; servers stay paused on unknown weights, and ``version`` is not changed.
         """
         begun = time.perf_counter()
-        servers = list(self.servers()) if self.servers is not None and self.ranks.is_main else []
-        fresh = [server for server in servers if self._proven.get(server.name) != server.generation]
-        if self.ranks.broadcast_json(len(fresh)):
+        servers: list[Server] = []
+        fresh: list[Server] = []
+
+        def look() -> int:
+            servers.extend(self.servers() if self.servers is not None else ())
+            fresh.extend(server for server in servers if self._proven.get(server.name) != server.generation)
+            return len(fresh)
+
+        if self._from_main("asking for the servers", look):
             with canary.shifted(self.policy):
                 self._transfer(fresh, TRIAL)
         paused, sent, gap = self._transfer(servers, str(version))
@@ -149,23 +155,34 @@ class WeightSync:
         """Seconds of standstill, bytes and canary gap of one transfer; rank 0's on every rank."""
         expected = self.score(self._tokens)
         canary.reshard(self.policy)
+
+        def drive() -> tuple[float, int, float]:
+            try:
+                return self._drive(servers, label, expected)
+            except Exception:
+                self._proven = {}
+                self.source.drain()  # the other ranks gather to the end
+                raise
+
+        if not self.ranks.is_main:
+            self.source.drain()
+        paused, sent, gap = self._from_main(f"weights {label!r}", drive)
+        return paused, sent, gap
+
+    def _from_main(self, what: str, work: Callable[[], Any]) -> Any:
+        """The JSON result of ``work`` on rank 0, on every rank; or a SyncError on every rank."""
         outcome: Any = None
         failure: Exception | None = None
         if self.ranks.is_main:
             try:
-                outcome = self._drive(servers, label, expected)
+                outcome = work()
             except Exception as error:
                 failure = error
-                self._proven = {}
-        if failure is not None or not self.ranks.is_main:
-            self.source.drain()
-        outcome, text = self.ranks.broadcast_json((outcome, None if failure is None else str(failure)))
-        if failure is not None and not isinstance(failure, SyncError):
-            raise failure
+        text = None if failure is None else str(failure) if isinstance(failure, SyncError) else f"{type(failure).__name__}: {failure}"
+        outcome, text = self.ranks.broadcast_json((outcome, text))
         if text is not None:
-            raise SyncError(f"weights {label!r}: {text}") from failure
-        paused, sent, gap = outcome
-        return paused, sent, gap
+            raise SyncError(f"{what}: {text}") from failure
+        return outcome
 
     def _drive(self, servers: Sequence[Server], label: str, expected: Sequence[float]) -> tuple[float, int, float]:
         """Rank 0's part of a transfer."""

@@ -212,6 +212,13 @@ def test_the_learner_is_bit_for_bit_itself_after_a_trial_that_failed(learner, ma
     assert all(torch.equal(one, other) for one, other in zip(before, learner.parameters(), strict=True))
 
 
+def test_every_failure_is_one_that_all_ranks_raise(learner, make):
+    sync = make([])
+    sync.servers = fail
+    with pytest.raises(SyncError, match="asking for the servers: ConnectionError: gone"):
+        sync.push(1)
+
+
 class Rank1:
     """Another rank, which hears that rank 0 failed."""
 
@@ -225,7 +232,7 @@ class Rank1:
 
 
 def test_other_ranks_gather_everything_and_raise_too(make):
-    sync = make([], ranks=Rank1([0, [None, "http://one:1: pausing failed (gone)"], 0, [[0.5, 100, 0.25], None]]))
+    sync = make([], ranks=Rank1([[0, None], [None, "http://one:1: pausing failed (gone)"], [0, None], [[0.5, 100, 0.25], None]]))
     gathered = []
     whole = sync.source._tensors
     sync.source._tensors = lambda merge: (gathered.append(name) or (name, tensor) for name, tensor in whole(merge))
