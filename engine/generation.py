@@ -21,9 +21,9 @@ from headrace.questions.hopchain.publish import publish
 from headrace.questions.hopchain.records import Candidate, Video
 from headrace.questions.hopchain.roles import Models, Solver
 from headrace.questions.hopchain.settings import CorpusConfig, DifficultyConfig, WorldConfig
-from headrace.questions.hopchain.stages import Workshop
 from headrace.questions.hopchain.state import write_whole
 from headrace.questions.hopchain.videos import VideoList, list_videos
+from headrace.questions.hopchain.workshop import Workshop
 from headrace.questions.rows import question_of_row
 from headrace.records import Question
 from headrace.rewards import extract, score

@@ -7,20 +7,10 @@ from headrace.questions.hopchain.accounts import Account
 from headrace.questions.hopchain.dataset import Kept
 from headrace.questions.hopchain.records import Candidate, Caption, Cost
 from headrace.questions.hopchain.settings import CorpusConfig
-from headrace.questions.hopchain.stages import (
-    Admitted,
-    Captioned,
-    Judged,
-    Segmented,
-    Solved,
-    Workshop,
-    Written,
-    gather,
-    process,
-    proxy_of,
-)
+from headrace.questions.hopchain.stages import process
 from headrace.questions.hopchain.state import Stage, VideoStore
 from headrace.questions.hopchain.videos import VideoList
+from headrace.questions.hopchain.workshop import Admitted, Captioned, Judged, Segmented, Solved, Workshop, Written, gather, proxy_of
 
 
 async def work(shop: Workshop, videos: VideoList, state: Path) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from headrace.questions.hopchain.checks import check, mapping
+from headrace.questions.hopchain.question_stages import written_question
 from headrace.questions.hopchain.records import Dropped
 from headrace.questions.hopchain.replies import Unparsable, json_object
-from headrace.questions.hopchain.stages import written_question
 from tests.questions.hopchain.cases import FIGURE_2, rows
 
 

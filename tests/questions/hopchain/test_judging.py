@@ -8,8 +8,8 @@ import pytest
 
 from headrace.questions.hopchain.checks import check
 from headrace.questions.hopchain.judging import Fault, Trial, read_judgement, settle
+from headrace.questions.hopchain.question_stages import too_easy
 from headrace.questions.hopchain.records import Candidate, Dropped
-from headrace.questions.hopchain.stages import too_easy
 from tests.questions.hopchain.cases import FIGURE_2, rows
 
 QUESTION = check(rows(63, 22, 41, 73), FIGURE_2)

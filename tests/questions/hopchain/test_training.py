@@ -122,8 +122,8 @@ def test_a_real_policy_filters_by_difficulty(corpus: Path, tmp_path: Path) -> No
 
 def _world_words() -> set[str]:
     """Words that questions of the world may hold, with the punctuation that may follow them."""
-    text = """In Compare two moments: and If is shown before let be otherwise Use check A B C to choose where look at which compare There, if
-    the first-named moment of its second shape on in frame Report + as a single integer"""
+    text = """In Compare two moments: and If is shown before let be otherwise Use check A B C to choose where look at which compare There,
+    if the first-named moment of its second shape on in frame Report + as a single integer"""
     numbers = map(str, range(1, 10))
     every = (PLACES, COLOURS, SIDES, ACTIONS, numbers, text.split())
     return {f"{word}{mark}" for words in every for word in words for mark in ("", ",", ".", ";", ":")}

@@ -9,11 +9,11 @@ import pytest
 
 from headrace.questions.hopchain import draw_specification, film
 from headrace.questions.hopchain.judging import FaultKind, read_judgement
+from headrace.questions.hopchain.question_stages import written_question
 from headrace.questions.hopchain.records import Candidate, Caption, Dropped, Specification, Video
 from headrace.questions.hopchain.served import judge_request, write_request
 from headrace.questions.hopchain.settings import WorldConfig
 from headrace.questions.hopchain.specification import Profile
-from headrace.questions.hopchain.stages import written_question
 from headrace.questions.hopchain.world import judge, language, writer
 from headrace.questions.hopchain.world.films import Studio
 from headrace.questions.hopchain.world.script import PLACES, Script, World
