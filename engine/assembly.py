@@ -111,6 +111,22 @@ def export_newest(run: Path, out: Path) -> int:
     Raises:
         ValueError: the folder holds no run or no checkpoint, or the starting model cannot be had again.
     """
+    learner, encoder = learner_at_start(run)
+    restored = checkpoint.restore(run / "checkpoints", learner)
+    if restored is None:
+        raise ConfigError(f"{run}: has no checkpoint to export")
+    for fault in restored.damaged:
+        print(f"warning: {fault}; an older one is taken", file=sys.stderr)
+    checkpoint.export(learner.policy, encoder, out)
+    return restored.step
+
+
+def learner_at_start(run: Path) -> tuple[Learner, Encoder]:
+    """The learner of a run folder as it was before the first step, whole in this process, for a checkpoint to be loaded into.
+
+    Raises:
+        ValueError: the folder holds no run, or the starting model cannot be had again.
+    """
     config = load_config(run / "config.yaml")
     config = config.model_copy(
         update={
@@ -122,11 +138,4 @@ def export_newest(run: Path, out: Path) -> int:
     questions = configured(config, "train", needs_answers=False)
     directory = starting_model(config, questions, device, Journal(config, config.run.steps, active=False))
     encoder = encoder_of(directory, config)
-    policy = Policy.load(directory, config.model, device)
-    restored = checkpoint.restore(run / "checkpoints", Learner(policy, config, encoder.banned_ids))
-    if restored is None:
-        raise ConfigError(f"{run}: has no checkpoint to export")
-    for fault in restored.damaged:
-        print(f"warning: {fault}; an older one is taken", file=sys.stderr)
-    checkpoint.export(policy, encoder, out)
-    return restored.step
+    return Learner(Policy.load(directory, config.model, device), config, encoder.banned_ids), encoder

@@ -140,15 +140,29 @@ def restore(folder: Path, learner: Learner) -> Restored | None:
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        _check_model(path, state["parameters"], _shapes(learner))
-        with _one_line(f"checkpoint {path} cannot be read"):
-            dcp.load(learner.state_dict(), storage_reader=SafeReader(path), no_dist=parallel.world_size == 1)
-            learner.load_counters(state["learner"])
-            groups = (path / GROUPS).read_bytes() if (path / GROUPS).exists() else b""
-        return Restored(state["step"], state["extra"], groups, tuple(damaged))
+        return _loaded(path, state, learner, tuple(damaged))
     if damaged:
         raise CheckpointError(damaged[0])
     return None
+
+
+def restore_exactly(path: Path, learner: Learner) -> Restored:
+    """Load that checkpoint and no other. Collective.
+
+    Raises:
+        CheckpointError: it is damaged, or belongs to another model.
+    """
+    return _loaded(path, _sound_state(path, learner), learner)
+
+
+def _loaded(path: Path, state: dict[str, Any], learner: Learner, damaged: tuple[str, ...] = ()) -> Restored:
+    """Load the weights, moments and counters of a sound checkpoint."""
+    _check_model(path, state["parameters"], _shapes(learner))
+    with _one_line(f"checkpoint {path} cannot be read"):
+        dcp.load(learner.state_dict(), storage_reader=SafeReader(path), no_dist=learner.parallel.world_size == 1)
+        learner.load_counters(state["learner"])
+        groups = (path / GROUPS).read_bytes() if (path / GROUPS).exists() else b""
+    return Restored(state["step"], state["extra"], groups, damaged)
 
 
 def _sound_state(path: Path, learner: Learner) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def prepare(
     overrides: Sequence[str] = (),
     limit: int | None = None,
     out: Path | None = None,
+    credit: bool = False,
 ) -> Job:
     """Find the model, the questions and the settings.
 
@@ -46,6 +47,7 @@ def prepare(
         config: settings; None takes the run folder's, else those of ``dataset``, else ``DEFAULTS``.
         limit: questions at most; None takes all.
         out: folder of the results; None makes one under ``runs/evaluations``.
+        credit: keep the settings of credit rules, which say who finds claims.
 
     Raises:
         ValueError: one of them is not what it should be.
@@ -62,7 +64,7 @@ def prepare(
     tree["model"] = {"dtype": "float32"} | {key: value for key, value in (tree.get("model") or {}).items() if key == "dtype"}
     tree["model"]["source"] = {"kind": "directory", "path": str(directory)}
     tree["run"] = {**(tree.get("run") or {}), "folder": str(folder.parent), "name": folder.name}
-    for section in ("warm_start", "schedule", "paqm", "hsr", "dynamic_sampling", "credit"):
+    for section in ("warm_start", "schedule", "paqm", "hsr", "dynamic_sampling", *(() if credit else ("credit",))):
         tree.pop(section, None)  # of training alone
     settings = build_model(Config, tree, overrides, str(source or "defaults"))
     return Job(checkpoint.resolve().name, directory, name, _bounded(settings, limit), folder)

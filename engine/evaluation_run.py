@@ -88,7 +88,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """What a row depends on; how many questions are asked and what draws them do not count."""
     config = job.config.model_dump(mode="json")
     source = job.config.questions.held_out
-    named: dict[str, Any] = {"model": str(job.directory.resolve()), "weights": _fingerprint(job.directory)}
+    named: dict[str, Any] = {"model": str(job.directory.resolve()), "weights": fingerprint(job.directory)}
     if isinstance(source, RowsSource):
         named["rows"] = hashlib.sha256(source.path.read_bytes()).hexdigest() if source.path.is_file() else ""
     evaluation = {key: value for key, value in config["evaluation"].items() if key != "questions"}
@@ -98,7 +98,7 @@ def _settings(job: Job) -> dict[str, Any]:
     return {**named, **machine, "questions": config["questions"], **evaluation, **sampling, **reward}
 
 
-def _fingerprint(directory: Path) -> str:
+def fingerprint(directory: Path) -> str:
     """Tells weights apart: sizes and both ends of every file."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):

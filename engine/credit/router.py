@@ -143,7 +143,15 @@ class ServerRouter:
         self._client = httpx.AsyncClient(headers=headers, timeout=config.timeout, limits=limits)
 
     async def route(self, question: Question, response: str) -> list[Quote]:
-        """A reply that is no valid JSON, or a server that cannot be reached, is tried once more."""
+        """The direct claims of ``spans``."""
+        return [Quote(span.text, span.occurrence) for span in await self.spans(question, response) if span.direct_vef]
+
+    async def spans(self, question: Question, response: str) -> list[Span]:
+        """All that the server marks. A reply that is no valid JSON, or a server that cannot be reached, is tried once more.
+
+        Raises:
+            RouterError: there is no answer.
+        """
         try:
             body = await asyncio.to_thread(self._body, question, response)
         except OSError as error:
@@ -160,7 +168,7 @@ class ServerRouter:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _ask(self, body: bytes) -> list[Quote]:
+    async def _ask(self, body: bytes) -> list[Span]:
         try:
             async with asyncio.timeout(self.config.timeout):
                 answer = await self._client.post(
@@ -174,7 +182,7 @@ class ServerRouter:
             raise RouterError("unreachable", f"status {answer.status_code}")
         if answer.status_code >= 400:
             raise RouterError("refused", f"status {answer.status_code}: {answer.text[:200]}")
-        return [Quote(span.text, span.occurrence) for span in parse(answer.content).spans if span.direct_vef]
+        return parse(answer.content).spans
 
     def _body(self, question: Question, response: str) -> bytes:
         """The request; reads the media files."""

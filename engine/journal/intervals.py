@@ -1,6 +1,6 @@
 """95 % intervals for rates and means, deterministic."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,6 +41,58 @@ def bootstrap_mean(values: Sequence[float]) -> Interval:
     means = data[rng.integers(0, len(data), (RESAMPLES, len(data)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+CLUSTERED = 10_000
+"""Resamples of clusters; where fewer are possible, each possible one is taken once."""
+_AT_ONCE = 1 << 22  # drawn clusters of one part of the work
+
+
+def clustered_mean(values: Sequence[float], clusters: Sequence[Hashable], others: Sequence[bool] | None = None) -> Interval:
+    """Percentile interval of a mean of values that come in clusters, such as the claims about one question (SPEC 6.10).
+
+    Clusters are drawn with replacement and all their values pooled, so that large clusters weigh more (a ratio estimator).
+
+    Args:
+        others: True for values of a second group; the interval is then of the first group's mean minus the second's, of the same clusters.
+
+    Returns:
+        NaN where there are not two clusters.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
+    if len(numbers) < 2:
+        return float("nan"), float("nan")
+    place = np.array([numbers[name] for name in clusters])
+    second = np.zeros(len(place), dtype=bool) if others is None else np.asarray(others, dtype=bool)
+    groups = [~second] if others is None else [~second, second]
+    data = np.asarray(values, dtype=np.float64)
+    sums = np.stack([np.bincount(place, data * group, len(numbers)) for group in groups])
+    counts = np.stack([np.bincount(place, group, len(numbers)) for group in groups])
+    means = np.concatenate([_pooled(sums, counts, picked) for picked in _draws(len(numbers))])
+    means = means[np.isfinite(means)]
+    if not len(means):
+        return float("nan"), float("nan")
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _pooled(sums: np.ndarray, counts: np.ndarray, picked: np.ndarray) -> np.ndarray:
+    """Mean of every resample [R] of ``picked`` [R, Q] clusters, or difference of the two groups' means; NaN where a group is empty."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = sums[:, picked].sum(axis=2) / counts[:, picked].sum(axis=2)
+    difference: np.ndarray = means[0] - means[1] if len(means) == 2 else means[0]
+    return difference
+
+
+def _draws(clusters: int) -> Iterator[np.ndarray]:
+    """Resamples [R, clusters] of cluster numbers, in parts."""
+    if clusters**clusters <= CLUSTERED:
+        yield np.stack(np.unravel_index(np.arange(clusters**clusters), (clusters,) * clusters), axis=1)
+        return
+    rng = np.random.default_rng(0)
+    part = max(1, _AT_ONCE // clusters)
+    for start in range(0, CLUSTERED, part):
+        yield rng.integers(0, clusters, (min(part, CLUSTERED - start), clusters))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -175,6 +175,14 @@ class EasyVQA:
         step = f"q1 {check.asked}" + (f" {'yes' if check.holds else 'no'} {yes if check.holds else no}" if len(composed.checks) > 1 else "")
         return Hint(caption=seen, visual=seen, reasoning=step)
 
+    def supports(self, index: int, claim: str) -> bool | None:
+        """Whether the picture shows every colour and shape that a claim names; None for one that names none, or denies something."""
+        picture, words = self.composed(index).picture, claim.split()
+        named = [word for word in words if word in COLOURS or word in SHAPES]
+        if not named or not {"not", "no"}.isdisjoint(words):
+            return None
+        return {picture.colour, picture.shape}.issuperset(named)
+
     def vocabulary(self) -> list[str]:
         hops = max(self._source.hops)
         asked = {
