@@ -13,8 +13,9 @@ from headrace.policy.parallel import Parallel
 from headrace.policy.score import score_sequence
 from headrace.pushed_weights import PushedWeights
 from headrace.records import Question
+from headrace.remote_rollouts import RemoteRollouts
 from headrace.rewards.judge import resolve
-from headrace.rollout_process import RemoteRollouts, Setup
+from headrace.rollout_messages import Setup
 from headrace.rollouts import RewardFunction
 from headrace.servers import Servers, start_servers
 
