@@ -163,15 +163,14 @@ class OwnRollouts:
     async def _sample(self, keys: Sequence[Key], prompts: Sequence[Prompt]) -> list[Group]:
         epochs = [epoch for epoch, _ in keys]
         if self._miner is not None:
-            groups = await self._miner.draw(prompts, epochs)
-        else:
-            groups = await self._draw(prompts, self._config.sampling, seed=self._config.run.seed, epochs=epochs)
-        for group in groups:
-            self._routing.start(group.prompt, group.rollouts)
-        return groups
+            return await self._miner.draw(prompts, epochs)
+        return await self._draw(prompts, self._config.sampling, seed=self._config.run.seed, epochs=epochs)
 
     async def _draw(self, prompts: Sequence[Prompt], sampling: SamplingConfig, *, seed: int, epochs: Sequence[int]) -> list[Group]:
-        return await draw_groups(prompts, self._engine, self._scorer, sampling, seed=seed, epochs=epochs, encoder=self._encoder)
+        start = self._routing.start
+        return await draw_groups(
+            prompts, self._engine, self._scorer, sampling, seed=seed, epochs=epochs, encoder=self._encoder, scored=start
+        )
 
 
 @dataclass(frozen=True, slots=True)

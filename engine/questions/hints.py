@@ -18,7 +18,7 @@ PARTS = ("caption", "visual", "reasoning")
 
 
 @runtime_checkable
-class Scripted(Protocol):
+class Scripted(QuestionSet, Protocol):
     """A task generator that can hint at its own questions."""
 
     def hint(self, index: int) -> Hint:

@@ -8,7 +8,7 @@ control that tells what the mask recovers from what a second try recovers anyway
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -68,6 +68,7 @@ async def draw_groups(
     seed: int,
     epochs: Sequence[int],
     encoder: ResponseText,
+    scored: Callable[[Prompt, Sequence[Rollout]], None] | None = None,
 ) -> list[Group]:
     """Draw and score the group of every prompt, in order; rollouts are in index order.
 
@@ -79,20 +80,24 @@ async def draw_groups(
         seed: the run's.
         epochs: one per prompt.
         encoder: gives the text that is scored.
+        scored: called with a question's rollouts as soon as they are scored: those of its first wave, then all of them.
     """
     size, cge = config.group_size, config.cge
     waves = [_Wave(prompt, epoch) for prompt, epoch in zip(prompts, epochs, strict=True)]
     if cge is None:
         with span("wave 1"):
             drawn = await _draw(waves, range(size), engine, scorer, encoder, config, seed)
-        return [_group(wave, rollouts) for wave, rollouts in zip(waves, drawn, strict=True)]
+        return _groups(waves, drawn, scored)
     split = first_wave_size(size, cge.first_wave_fraction)
     with span("wave 1"):
         first = await _draw(waves, range(split), engine, scorer, encoder, config, seed)
+    if scored is not None:
+        for wave, rollouts in zip(waves, first, strict=True):
+            scored(wave.prompt, rollouts)
     waves = [replace(wave, first=tuple(rollouts), arm=_arm(wave, rollouts, cge, seed)) for wave, rollouts in zip(waves, first, strict=True)]
     with span("wave 2"):
         second = await _draw(waves, range(split, size), engine, scorer, encoder, config, seed)
-    return [_group(wave, rollouts) for wave, rollouts in zip(waves, second, strict=True)]
+    return _groups(waves, second, scored)
 
 
 def _arm(wave: _Wave, first: Sequence[Rollout], cge: CGEConfig, seed: int) -> Arm:
@@ -104,8 +109,18 @@ def _arm(wave: _Wave, first: Sequence[Rollout], cge: CGEConfig, seed: int) -> Ar
     return "control" if lot < cge.control_share else "masked"
 
 
-def _group(wave: _Wave, last: Sequence[Rollout]) -> Group:
-    return Group(prompt=wave.prompt, rollouts=(*wave.first, *last), epoch=wave.epoch, intervened=wave.arm != "free", arm=wave.arm)
+def _groups(
+    waves: Sequence[_Wave], drawn: Sequence[Sequence[Rollout]], scored: Callable[[Prompt, Sequence[Rollout]], None] | None
+) -> list[Group]:
+    """The groups that are complete with the rollouts of their last wave."""
+    groups = [
+        Group(prompt=wave.prompt, rollouts=(*wave.first, *last), epoch=wave.epoch, intervened=wave.arm != "free", arm=wave.arm)
+        for wave, last in zip(waves, drawn, strict=True)
+    ]
+    if scored is not None:
+        for group in groups:
+            scored(group.prompt, group.rollouts)
+    return groups
 
 
 async def _draw(
