@@ -74,6 +74,15 @@ def mixed_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
     return requests
 
 
+def capped_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
+    """Requests that reach a cap of two early: one that forgot its count when it was preempted would mask a third time."""
+    rule = TopTokenRule(threshold=0.7, cap=2)
+    drawn = SamplingParameters(tokens, 1.0)
+    lengths = np.random.default_rng(2).integers(5, 90, count)
+    prompts = tiny.prompts(lengths.tolist())
+    return [SampleRequest(prompt, 0, 5000 + number, drawn, rule, confidence=0.7) for number, prompt in enumerate(prompts)]
+
+
 def parameters(request: SampleRequest, encoder: Encoder, **others: Any) -> dict[str, Any]:
     """vLLM's sampling parameters of a request, as the client sends them."""
     return {
