@@ -127,6 +127,17 @@ def learner_at_start(run: Path) -> tuple[Learner, Encoder]:
     Raises:
         ValueError: the folder holds no run, or the starting model cannot be had again.
     """
+    config, directory = start_of(run)
+    encoder = encoder_of(directory, config)
+    return Learner(Policy.load(directory, config.model, Parallel().device), config, encoder.banned_ids), encoder
+
+
+def start_of(run: Path) -> tuple[Config, Path]:
+    """A run's configuration, as one process without a reference can use it, and the model directory it started from.
+
+    Raises:
+        ValueError: the folder holds no run, or the starting model cannot be had again.
+    """
     config = load_config(run / "config.yaml")
     config = config.model_copy(
         update={
@@ -134,8 +145,5 @@ def learner_at_start(run: Path) -> tuple[Learner, Encoder]:
             "model": config.model.model_copy(update={"shard": None, "offload": False}),  # one process has no ranks to lay it out over
         }
     )
-    device = Parallel().device
     questions = configured(config, "train", needs_answers=False)
-    directory = starting_model(config, questions, device, Journal(config, config.run.steps, active=False))
-    encoder = encoder_of(directory, config)
-    return Learner(Policy.load(directory, config.model, device), config, encoder.banned_ids), encoder
+    return config, starting_model(config, questions, Parallel().device, Journal(config, config.run.steps, active=False))

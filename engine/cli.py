@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from headrace.commands.diagnose import app as diagnose
 from headrace.commands.doctor import doctor
 from headrace.commands.eval import evaluate
 from headrace.commands.export import export
@@ -25,6 +26,7 @@ app.command("eval")(evaluate)
 app.command()(study)
 app.command()(plan)
 app.command()(doctor)
+app.add_typer(diagnose, name="diagnose")
 app.add_typer(questions, name="questions")
 
 _STOPPED = 130  # what typer makes of a KeyboardInterrupt

@@ -16,6 +16,7 @@ SECOND = {
     "checkpoint_reader",
     "controller",
     "decontamination",
+    "diagnosis",
     "doctor",
     "evaluation",
     "generation",

@@ -108,6 +108,40 @@ def line_chart(series: Sequence[Series], name: str, unit: str, scale: Scale = "f
     return _themed(target.getvalue(), name)
 
 
+@dataclass(frozen=True)
+class Track:
+    """Points in the plane in their order, each with an interval on both axes, and what stands beside it."""
+
+    label: str
+    x: Array
+    y: Array
+    x_bounds: Array  # [P, 2]
+    y_bounds: Array  # [P, 2]
+    marks: Sequence[str]
+    colour: int = 1
+    dash: int = 0
+
+
+def phase_chart(tracks: Sequence[Track], name: str, unit: str, x_label: str) -> str:
+    """An SVG element: where every track goes."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9.5, "axes.linewidth": 0.8}):
+        figure = Figure(figsize=(4.3, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        for item in tracks:
+            colour = f"#c0de{(item.colour - 1) % COLOURS + 1:02x}"
+            spread = [np.abs(bounds.T - values) for values, bounds in ((item.y, item.y_bounds), (item.x, item.x_bounds))]
+            axes.errorbar(item.x, item.y, *spread, fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.45)
+            axes.plot(item.x, item.y, color=colour, linestyle=DASHES[item.dash % len(DASHES)], linewidth=1.4, marker="o", markersize=4)
+            for mark, x, y in zip(item.marks, item.x, item.y, strict=True):
+                axes.annotate(mark, (x, y), (4, 4), textcoords="offset points", color=_INK, fontsize=8.5)
+        _dress(axes, unit, "free", x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        axes.margins(0.06)
+        target = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _themed(target.getvalue(), name)
+
+
 def _draw(axes, item: Series) -> None:
     colour = f"#c0de{(item.colour - 1) % COLOURS + 1:02x}"
     style = DASHES[item.dash % len(DASHES)]
