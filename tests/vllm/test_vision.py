@@ -174,7 +174,7 @@ def check_equal_to_local(seeing: Seeing, pictures: list[Media], monkeypatch: pyt
     for request, completion in zip(drawn, sampled, strict=True):
         np.testing.assert_allclose(completion.logprobs, teacher_forced(policy, encoder, request, completion), atol=10 * ROUNDING)
     whole = [body for body in bodies if any(any(part) for part in body.get("features", {}).get("kwargs_data", {}).values())]
-    assert 5 <= len(whole) <= 3 * 5, "a prompt's media go once before the server forgets them and once or twice after"
+    assert len(whole) == 2 * 5, "a prompt's media go once before the server forgets them and once after"
 
 
 def forget(url: str) -> None:

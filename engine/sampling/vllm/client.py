@@ -35,6 +35,8 @@ class _Task:
     end: float = 0.0
     """When it must be done; set when it is first sent."""
     failures: int = 0
+    given: "asyncio.Task[bool] | None" = None
+    """The introduction of its media that it relies on."""
 
     @property
     def name(self) -> str:
@@ -159,7 +161,8 @@ class VLLMEngine:
             body = body | {"features": features(task.media, whole=False)}
         content = self._checked(place, task, await fleet.generate(place, body, task.name, task.end))
         if content is None:
-            place.known.pop(task.hashes, None)  # it may have forgotten them
+            if place.known.get(task.hashes) is task.given:  # it may have forgotten them; once is enough to give them again
+                place.known.pop(task.hashes, None)
             return None
         try:
             drawn = self._reader.read(content, task.request)
@@ -179,6 +182,7 @@ class VLLMEngine:
         giving = place.known.get(task.hashes)
         if giving is None or (giving.done() and (giving.cancelled() or giving.exception() or not giving.result())):
             giving = place.known[task.hashes] = asyncio.create_task(self._introduce(fleet, place, task))
+        task.given = giving
         return await asyncio.shield(giving)
 
     async def _introduce(self, fleet: Fleet, place: Place, task: _Task) -> bool:

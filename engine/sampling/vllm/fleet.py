@@ -133,12 +133,12 @@ class Fleet:
             EngineDown: none does by ``end``, nor within the time that a server may take to start.
         """
         place.down = True
-        place.known.clear()
         end = min(time.monotonic() + self.config.start_deadline, end)
         while time.monotonic() < end:
             async with self._probing:
                 await asyncio.gather(*(self._probe(place) for place in self.places if place.down))
             if place.down and not place.mourned:
+                place.known.clear()
                 log.warning("%s does not answer; what it was drawing is drawn again with the same seeds", place.url)
             place.mourned = place.down
             if not all(place.down for place in self.places):
