@@ -1,16 +1,16 @@
 """A Video-HopChain corpus as a task: its hop records tell how a question is reasoned out, so a tiny policy can be warm-started on it.
 
-The evidence is the clip, or in its place the captions of its shots. Every word of a caption carries its shot and every word of the
-question its hop (lower case behind an "otherwise")::
+A tiny policy reads keywords: of the question those that are not its template's, each with its hop (lower case behind an "otherwise"),
+and in the clip's place, if so configured, those of the captions, each with its shot::
 
-    The@0 sea@0 shows@0 … | In@A the@A forest@A , if@A the@A shape@A is@A green@A , let@A A@A be@A 4@A ; otherwise@a let@a A@a be@a 7@a . …
+    sea@0 black@0 cross@0 left@0 grows@0 forest@1 … | forest@A shape@A green@A 4@A ; 7@a . A@B shape@B green@B sea@B ; sky@b . … =
 
-A hop is reasoned out by naming where it looks and which shot that is, the caption, what is asked, and a running sum::
+A hop is reasoned out by naming where it looks and which shot that is, its caption, what is asked, and a running sum::
 
-    <think> A forest@A forest 3 The@3 forest@3 shows@3 a@3 green@3 ring@3 : the@A shape@A is@A green@A yes 4@A 4 sum 4 ; … </think>
+    <think> A forest@A forest 1 forest@1 green@1 ring@1 left@1 falls@1 : shape@A green@A yes 4@A 4 sum 4 ; B A yes sea@B … </think>
 
-So no two tokens of the evidence are alike, and restating it is match and copy. As plain words, three layers had not learned to restate
-a caption after a thousand steps.
+No two tokens of the evidence are alike, so restating it is match and copy. Whole sentences without these tags three layers had not learned
+to restate after 800 steps.
 """
 
 import json
@@ -27,13 +27,11 @@ from headrace.questions.hopchain.render import render
 from headrace.questions.sets import Split
 from headrace.records import Media, Question
 
-_WORD = re.compile(r"[^\s.,:;?!()+]+")
-_PUNCTUATION = re.compile(r"([.,:;?!()+])")
-
-
-def spaced(text: str) -> str:
-    """Text whose punctuation stands apart, white space as single blanks."""
-    return " ".join(_PUNCTUATION.sub(r" \1 ", text).split())
+_TOKEN = re.compile(r"[^\s.,:;?!()+]+|[;.]")
+_TEMPLATE = """The the a an In in on at of is are if If let be otherwise Use check to choose where which two moments moment look
+Compare compare There that this shows shown before first-named second its and frame"""
+_FILLER = frozenset(_TEMPLATE.split())
+"""Words of the template and of grammar."""
 
 
 class HopchainTask:
@@ -59,8 +57,8 @@ class HopchainTask:
 
     def question(self, index: int) -> Question:
         entry, candidate = self._entry(index)
-        *lines, last = render(candidate.specification, candidate.hops).splitlines()
-        text = " ".join([*(tagged(line, letter) for line, letter in zip(lines, LETTERS, strict=False)), spaced(last)])
+        lines = render(candidate.specification, candidate.hops).splitlines()[:-1]
+        text = " ".join([*(keywords(line, letter) for line, letter in zip(lines, LETTERS, strict=False)), "="])
         media: tuple[Media, ...] = ()
         if self._source.evidence == "captions":
             text = f"{' '.join(_line(caption) for caption in self._captions_of(candidate) if caption.text)} | {text}"
@@ -97,15 +95,15 @@ class HopchainTask:
         return f"<think> {' ; '.join(steps)} </think> <answer> {total} </answer>"
 
     def vocabulary(self) -> list[str]:
-        words = {"yes", "no", "sum", ":", ";", "|", *LETTERS}
+        words = {"yes", "no", "sum", ":", ";", ".", "|", "=", *LETTERS}
         largest = 0
         for candidate in self._all:
-            *lines, last = render(candidate.specification, candidate.hops).splitlines()
-            plain = {word for line in lines for word in spaced(line).split()}
-            hops = LETTERS[: len(lines)]
-            words |= plain | set(spaced(last).split()) | {f"{word}@{tag}" for word in plain for tag in hops + hops.lower()}
+            lines = render(candidate.specification, candidate.hops).splitlines()[:-1]
+            plain = {word for line in lines for word in _content(line)}
+            tags = LETTERS[: len(lines)]
+            words |= plain | {f"{word}@{tag}" for word in plain for tag in tags + tags.lower()}
             largest = max(largest, sum(max(hop.yes, hop.no) for hop in candidate.hops))
-        seen = {word for captions in self._captions.values() for caption in captions for word in _WORD.findall(caption.text)}
+        seen = {word for captions in self._captions.values() for caption in captions for word in _content(caption.text)}
         shots = max(map(len, self._captions.values()))
         words |= {f"{word}@{shot}" for word in seen for shot in range(shots)}
         return sorted(words | {str(number) for number in range(max(largest, shots) + 1)})
@@ -130,30 +128,38 @@ class HopchainTask:
             return f"{start} {named}"
         captions, shot = self._captions_of(candidate), moments[0][1]
         line = _line(captions[shot]) if shot < len(captions) else ""
-        return " ".join(f"{start} {named} {line} : {tagged(hop.fact, letter)}".split())
+        return " ".join(f"{start} {named} {line} : {keywords(hop.fact, letter)}".split())
 
     def _captions_of(self, candidate: Candidate) -> list[Caption]:
         return self._captions[candidate.specification.video_id]
 
 
-def tagged(text: str, letter: str) -> str:
-    """Words with the hop they belong to, in lower case from an ``otherwise`` to the end of its sentence; punctuation stays bare."""
+def keywords(text: str, letter: str) -> str:
+    """Content words with the hop they belong to, in lower case from an ``otherwise`` to the end of its sentence; ``;`` and ``.`` stay."""
     words, tag = [], letter
-    for word in spaced(text).split():
+    for word in _TOKEN.findall(text):
         tag = letter.lower() if word == "otherwise" else letter if word == "." else tag
-        words.append(f"{word}@{tag}" if _WORD.fullmatch(word) else word)
+        if word in (";", "."):
+            words.append(word)
+        elif word not in _FILLER and word != letter:
+            words.append(f"{word}@{tag}")
     return " ".join(words)
 
 
+def _content(text: str) -> list[str]:
+    """Words that are neither punctuation nor filler."""
+    return [word for word in _TOKEN.findall(text) if word not in _FILLER and word not in ";."]
+
+
 def _named(scene: str, tag: str) -> str:
-    """A scene reference without its article, as the question has it and plain."""
-    words = [word for word in _WORD.findall(scene) if word != "the"]
+    """A scene reference as the question has it and plain."""
+    words = _content(scene)
     return " ".join([*(f"{word}@{tag}" for word in words), *words])
 
 
 def _line(caption: Caption) -> str:
-    """The words of a caption, each with its shot."""
-    return " ".join(f"{word}@{caption.shot}" for word in _WORD.findall(caption.text))
+    """The content words of a caption, each with its shot."""
+    return " ".join(f"{word}@{caption.shot}" for word in _content(caption.text))
 
 
 def _record(entry: Mapping[str, Any]) -> Candidate:

@@ -12,7 +12,7 @@ from headrace.policy.scratch import build_vision
 from headrace.questions.hopchain.world.script import ACTIONS, COLOURS, PLACES, SIDES
 from headrace.questions.rows import load_rows
 from headrace.questions.sets import Split, TaskSet, load
-from headrace.questions.tasks.hopchain import HopchainTask, spaced, tagged
+from headrace.questions.tasks.hopchain import HopchainTask, keywords
 from headrace.rewards import score
 from tests.questions.hopchain.corpora import WORLD, built, content, lines
 
@@ -37,19 +37,21 @@ def test_a_corpus_is_a_task_set_of_its_rows(corpus: Path) -> None:
     for index in range(len(rows)):
         mine, row = questions.question(index), rows.question(index)
         assert (mine.id, mine.answer, mine.extra["hops"]) == (row.id, row.answer, row.extra["hops"])
-        text = spaced(row.messages[1]["content"].removeprefix("<video>\n"))
+        text = iter(re.findall(r"[\w-]+|[;.]", row.messages[1]["content"]))
         evidence, _, asked = mine.messages[0]["content"].partition(" | ")
-        assert re.sub(r"@\w", "", asked) == text
-        assert len(set(evidence.split())) > 0.9 * len(evidence.split())
+        *words, end = (word.partition("@")[0] for word in asked.split())
+        assert end == "="
+        assert all(word in text for word in words)  # in this order
+        assert len(set(evidence.split())) == len(evidence.split())
         shown = task(corpus, evidence="video").question(index)
         assert shown.media == row.media
         assert shown.messages[0]["content"] == f"<video>\n{asked}"
 
 
-def test_words_carry_their_hop_and_their_side() -> None:
-    line = "If so, look at the sea; otherwise look at the sky. There, if red, let B be 5; otherwise let B be 2."
-    first = "If@B so@B , look@B at@B the@B sea@B ; otherwise@b look@b at@b the@b sky@b ."
-    assert tagged(line, "B") == f"{first} There@B , if@B red@B , let@B B@B be@B 5@B ; otherwise@b let@b B@b be@b 2@b ."
+def test_keywords_carry_their_hop_and_their_side() -> None:
+    line = "If it falls, look at the sea; otherwise look at the sky. There, if red, let B be 5; otherwise let B be 2."
+    assert keywords(line, "B") == "it@B falls@B sea@B ; sky@b . red@B 5@B ; 2@b ."
+    assert keywords("Use check A to choose", "B") == "A@B"
 
 
 def test_clean_traces_are_right_and_noisy_ones_consistent(corpus: Path) -> None:
