@@ -224,11 +224,17 @@ def test_too_many_restarts_end_in_one_line(started: tuple[Path, Supervisor]) -> 
 
 
 def test_one_server_that_does_not_start_stops_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = standing_in(folder), standing_in(folder, start_deadline=0.01)
-    with pytest.raises(NotStarted):
+    stand_in = module.command
+    failing = [sys.executable, "-c", "import time; time.sleep(1); raise SystemExit('ValueError: no room')"]
+    monkeypatch.setattr(
+        module, "command", lambda model, config, **given: failing if config.servers == 2 else stand_in(model, config, **given)
+    )
+    good, bad = standing_in(folder), standing_in(folder, servers=2)
+    with pytest.raises(NotStarted, match="ValueError: no room"):
         Supervisor([good, bad]).start()
     assert not good.alive()
-    assert until(lambda: gone(*pids(folder, 0)), 5)
+    assert not bad.alive()
+    assert not (folder / "pids").exists() or until(lambda: gone(*pids(folder, 0)), 5)
 
 
 @pytest.fixture(scope="module")
