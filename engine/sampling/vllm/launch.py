@@ -19,6 +19,8 @@ WORKER_EXTENSION = "headrace.sync.worker.Extension"
 """Class that each of the server's workers inherits; importing it registers the ``shm`` weight transfer."""
 STARTUP = Path(__file__).parent / "startup"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", "TORCH_NCCL_")
+_CPU_TOKENS = 4096
+"""Tokens of one scheduling step."""
 _THREADS = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 
 
@@ -90,7 +92,9 @@ def command(
         options["gpu-memory-utilization"] = config.memory
     else:
         options["kv-cache-memory-bytes"] = int(config.memory * 2**30)
-        flags.append("--enforce-eager")
+        # On a CPU vLLM 0.32 dies of a seeded request whose prompt it reads in parts ("CPU Generator does not use offset").
+        options["max-num-batched-tokens"] = max(max_model_len, _CPU_TOKENS)
+        flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if sees:
             flags.append("--skip-mm-profiling")
     given = [part for option, value in options.items() for part in (f"--{option}", str(value))]
