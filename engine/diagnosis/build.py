@@ -77,7 +77,7 @@ def build(plan: Plan, *, fresh: bool = False, progress: Progress = lambda *_: No
     rows = _claimed(partial, _settings(plan), fresh)
     chosen, built = _chosen(questions, encoder, plan)
     missing = [(index, prompt) for index, prompt in chosen if prompt.question.id not in rows]
-    maker = _Maker(plan, encoder, router, labelling, built)
+    maker = _Maker(plan, questions, encoder, router, labelling, built)
     progress(len(chosen) - len(missing), len(chosen))
     asyncio.run(maker.make(missing, partial, rows, lambda: progress(sum(p.question.id in rows for _, p in chosen), len(chosen))))
     kept = [rows[prompt.question.id] for _, prompt in chosen]
@@ -177,6 +177,7 @@ class _Maker:
     def __init__(
         self,
         plan: Plan,
+        questions: QuestionSet,
         encoder: Encoder,
         router: RouterConfig,
         labelling: Mapping[ClaimName, Label] | Literal["scene", "router"] | None,
@@ -186,9 +187,7 @@ class _Maker:
         self.config = plan.job.config
         self._routing = router
         self._reader = TokenReader(encoder)
-        source = self.config.questions.held_out
-        assert source is not None
-        self._questions = load(source, self.config.run.seed, "held_out", require_answer=False)
+        self._questions = questions
 
     async def make(
         self, missing: Sequence[tuple[int, Prompt]], partial: Path, rows: dict[str, dict[str, Any]], progress: Callable[[], None]

@@ -66,24 +66,17 @@ def _page(bank: Bank, found: Sequence[Finding], since: Sequence[Change], across:
             "log-prob of the claim as it stands changes beyond that of the rest of the response: below 0 the claim is taken back.",
             _verdicts(since),
             _charts(found),
-            [_levels(found)],
+            _levels(found, settings.text_control),
         )
     ]
     if since:
-        lead = (
-            "Of the same claims, paired. The last columns take off what the claims changed when words of the question are hidden instead."
-        )
-        sections.append(
-            page.Section(f"Changes since {since[0].before.name}", lead, sheets=[_changed(since, [_name(each) for each in since])])
-        )
+        sheets = _changed(since, [each.after.name for each in since], settings.text_control)
+        sections.append(page.Section(f"Changes since {since[0].before.name}", "Of the same claims, paired.", sheets=sheets))
     if across:
         names = [f"{each.after.name} against {each.before.name}" for each in across]
-        sections.append(page.Section("Last checkpoints against each other", sheets=[_changed(across, names)]))
-    return page.Page(f"{bank.path.stem}", "diagnosis", tiles, facts, sections, _warnings(bank, found))
-
-
-def _name(each: Change) -> str:
-    return each.after.name
+        sheets = _changed(across, names, settings.text_control)
+        sections.append(page.Section("Last checkpoints against each other", "Of the same claims, paired.", sheets=sheets))
+    return page.Page(bank.path.stem, "diagnosis", tiles, facts, sections, _warnings(bank, found))
 
 
 def _warnings(bank: Bank, found: Sequence[Finding]) -> list[str]:
@@ -122,27 +115,38 @@ def _cell(part: Estimate, form: str) -> Cell:
     return Cell(number(part.value, form), between(part.interval, form) if known else "one question")
 
 
-def _levels(found: Sequence[Finding]) -> Sheet:
-    parts: list[tuple[str, Mapping[Group, Estimate] | None, str]] = [("EFS", None, ".4f"), ("persistence", None, "+.4f")]
-    lines = []
-    for each in found:
-        cells = [_cell(each.efs[group], parts[0][2]) for group in GROUPS] + [_cell(each.delta[group], parts[1][2]) for group in GROUPS]
-        lines.append(
-            Line(each.measured.point.name, [*cells, _cell(each.gap, "+.4f"), *(_cell(each.text[group], "+.4f") for group in GROUPS)])
-        )
+def _levels(found: Sequence[Finding], text_control: bool) -> list[Sheet]:
+    """Every checkpoint by itself."""
+    names = [each.measured.point.name for each in found]
     counts = ", ".join(f"{found[-1].delta[group].claims:,} {group}" for group in GROUPS)
-    spans = [("EFS, nats", 3), ("persistence δ, nats", 3), ("", 1), ("text control δ, nats", 3)]
-    heads = [*GROUPS, *GROUPS, "unsupported − supported", *GROUPS]
-    return Sheet("Checkpoints", heads, lines, f"{NOTE} Claims: {counts}.", spans)
-
-
-def _changed(each: Sequence[Change], names: Sequence[str]) -> Sheet:
-    lines = [
-        Line(name, [_cell(part[group], "+.4f") for part in (item.efs, item.delta, item.beyond) for group in GROUPS])
-        for name, item in zip(names, each, strict=True)
+    sheets = [
+        _sheet("EFS, nats", names, [each.efs for each in found], ".4f", f"{NOTE} Claims of the last: {counts}."),
+        _sheet("Corrected persistence δ, nats", names, [each.delta for each in found], "+.4f", NOTE),
     ]
-    spans = [("EFS, nats", 3), ("persistence δ, nats", 3), ("δ beyond the text control, nats", 3)]
-    return Sheet("Change", [*GROUPS] * 3, lines, NOTE, spans)
+    sheets[1].heads.append("unsupported − supported")
+    for line, each in zip(sheets[1].lines, found, strict=True):
+        line.cells.append(_cell(each.gap, "+.4f"))
+    if text_control:
+        note = "The same claims with the whole picture, when words of the question are hidden."
+        sheets.append(_sheet("Text control: persistence δ, nats", names, [each.text for each in found], "+.4f", note))
+    return sheets
+
+
+def _changed(each: Sequence[Change], names: Sequence[str], text_control: bool) -> list[Sheet]:
+    """Differences of the same claims."""
+    sheets = [
+        _sheet("Change of EFS, nats", names, [item.efs for item in each], "+.4f", NOTE),
+        _sheet("Change of corrected persistence δ, nats", names, [item.delta for item in each], "+.4f", NOTE),
+    ]
+    if text_control:
+        note = "Difference in differences: what δ changed by without the picture, less what it changed by without words of the question."
+        sheets.append(_sheet("Change of δ beyond the text control, nats", names, [item.beyond for item in each], "+.4f", note))
+    return sheets
+
+
+def _sheet(title: str, names: Sequence[str], parts: Sequence[Mapping[Group, Estimate]], form: str, note: str) -> Sheet:
+    lines = [Line(name, [_cell(part[group], form) for group in GROUPS]) for name, part in zip(names, parts, strict=True)]
+    return Sheet(title, list(GROUPS), lines, note)
 
 
 # ------------------------------------------------------------------------------------------------------ charts
@@ -169,7 +173,7 @@ def _curve(series: Mapping[str, Sequence[Finding]], title: str, unit: str, shown
             steps = np.array([each.measured.point.step for each in some], dtype=np.float64)
             label = f"{name}, {group}" if len(series) > 1 else group
             lines.append(_line(label, steps, parts, colour if len(series) > 1 else dash, dash))
-    return chart(title, unit, "free", "Bars are 95 % intervals over questions; one run's checkpoints share all questions.", lines)
+    return chart(title, unit, "free", "Bars are 95 % intervals over questions; all checkpoints see the same responses.", lines)
 
 
 def _line(label: str, steps: np.ndarray, parts: Sequence[Estimate], colour: int, dash: int) -> Series:
