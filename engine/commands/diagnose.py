@@ -45,7 +45,7 @@ def score(
     intervention: Annotated[Degradation, typer.Option(help="How pictures are degraded")] = Degradation.PATCHES,
     questions: Annotated[int | None, typer.Option(min=1, help="Only the first questions of the bank")] = None,
     text_control: Annotated[bool, typer.Option(help="Also hide words of the question, for the difference in differences")] = True,
-    dtype: Annotated[Precision | None, typer.Option(help="Of the weights; by default the run's, and float32 for model directories")] = None,
+    dtype: Annotated[Precision | None, typer.Option(help="Of model directories, float32 by default; runs have their own")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass")] = 16_384,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default one under runs/diagnosis")] = None,
 ) -> None:

@@ -42,7 +42,7 @@ def find(paths: Sequence[Path], dtype: Precision | None = None) -> list[Point]:
     """The points of every path in order: of a run folder the starting model and each checkpoint, oldest first.
 
     Args:
-        dtype: in which weights are read; None is float32 for model directories, and their own for runs.
+        dtype: in which model directories are read, float32 by default; runs have their own.
 
     Raises:
         ValueError: a path is neither, or two have the same name.
@@ -57,16 +57,22 @@ def find(paths: Sequence[Path], dtype: Precision | None = None) -> list[Point]:
 
 def _of(path: Path, dtype: Precision | None) -> list[Point]:
     if (path / "config.json").is_file():
-        return [_exported(path.resolve().name, None, path, dtype or "float32")]
+        return [_exported(_name(path.resolve()), None, path, dtype or "float32")]
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{path}: is neither a model directory (config.json) nor a run folder (config.yaml)")
     finished = checkpoint_files.finished(path / "checkpoints")
     if finished:
-        return _of_run(path, finished, dtype)
+        return _of_run(path, finished)
     if not (path / "model" / "config.json").is_file():
         raise ConfigError(f"{path}: has neither a checkpoint nor a model yet")
     config = load_config(path / "config.yaml")
-    return [_exported(path.resolve().name, config.run.steps, path / "model", dtype or config.model.dtype)]
+    return [_exported(path.resolve().name, config.run.steps, path / "model", config.model.dtype)]
+
+
+def _name(directory: Path) -> str:
+    """What a model directory is called: its own name, behind that of the run it lies in."""
+    run = directory.parent
+    return f"{run.name}/{directory.name}" if (run / "config.yaml").is_file() else directory.name
 
 
 def _exported(name: str, step: int | None, directory: Path, dtype: Precision) -> Point:
@@ -74,23 +80,23 @@ def _exported(name: str, step: int | None, directory: Path, dtype: Precision) ->
     return Point(name, step, directory, dtype, fingerprint(directory), lambda: Policy.load(directory, model, _device()))
 
 
-def _of_run(run: Path, checkpoints: Sequence[Path], dtype: Precision | None) -> list[Point]:
+def _of_run(run: Path, checkpoints: Sequence[Path]) -> list[Point]:
     """A run's starting model and its checkpoints; of a step that was saved twice the later one."""
     name, (config, start) = run.resolve().name, start_of(run)
-    kind = dtype or config.model.dtype
+    dtype = config.model.dtype
 
     def at(checkpoint: Path) -> Callable[[], Policy]:
         def load() -> Policy:
             learner, _ = learner_at_start(run)
             restore_exactly(checkpoint, learner)
-            return learner.policy.to(_device(), getattr(torch, kind))
+            return learner.policy.to(_device())
 
         return load
 
-    points = {0: _exported(name, 0, start, kind)}
+    points = {0: _exported(name, 0, start, dtype)}
     for folder in checkpoints:
         step, sums = int(read_state(folder)["step"]), (folder / SUMS).read_bytes()
-        points[step] = Point(name, step, start, kind, hashlib.sha256(sums).hexdigest(), at(folder))
+        points[step] = Point(name, step, start, dtype, hashlib.sha256(sums).hexdigest(), at(folder))
     return [points[step] for step in sorted(points)]
 
 

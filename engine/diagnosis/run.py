@@ -38,7 +38,7 @@ def diagnose(
 
     Args:
         questions: only the first of the bank; None takes all.
-        dtype: of the weights (``points.find``).
+        dtype: of model directories (``points.find``).
 
     Raises:
         ValueError: the bank or a checkpoint cannot be used, or another process writes to the folder.

@@ -195,7 +195,7 @@ def test_a_run_is_a_curve_from_its_start(tmp_path: Path, tmp_path_factory: pytes
     assert (len(bank.entries), built.counts["responses"]) == (6, 18)
     _check_labels(bank, built.counts)
     found = diagnose(out, [config.run_folder, config.run_folder / "model"], Settings(), tmp_path / "out")
-    assert [each.point.step for each in found.points] == [0, 1, 2, None]
+    assert [each.point.name for each in found.points] == ["tiny, step 0", "tiny, step 1", "tiny, step 2", "tiny/model"]
     claims = [each.claims for each in found.points]
     assert all(_close(claims[2][key], seen) for key, seen in claims[3].items())
     assert not any(_close(claims[0][key], seen) for key, seen in claims[2].items())

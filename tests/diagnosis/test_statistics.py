@@ -1,5 +1,6 @@
 """Means over claims by group, clustered by question, and what changed: EX-6.6 and EX-6.9, labels, signs, differences in differences."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def bank(labels: dict[str, list[Any]]) -> Bank:
     )
 
 
-def rows(deltas: dict[str, list[float | None]], efs: float = 0.2, text: float | None = None) -> list[dict[str, Any]]:
+def rows(deltas: Mapping[str, Sequence[float | None]], efs: float = 0.2, text: float | None = None) -> list[dict[str, Any]]:
     return [
         {
             "question": name,
@@ -48,7 +49,7 @@ def rows(deltas: dict[str, list[float | None]], efs: float = 0.2, text: float | 
     ]
 
 
-def of(deltas: dict[str, list[float | None]], labels: dict[str, list[Any]], at: Point | None = None, **rest: Any) -> Measured:
+def of(deltas: Mapping[str, Sequence[float | None]], labels: dict[str, list[Any]], at: Point | None = None, **rest: Any) -> Measured:
     return measured(at or point(), bank(labels), rows(deltas, **rest))
 
 
