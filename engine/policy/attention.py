@@ -16,6 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from headrace.policy.sharing import Sharing
+
 NAME = "headrace"
 # A bucket takes rows down to this share of its longest row. Attention is quadratic in length, so 0.75 wastes at most 1 - 0.75² = 44 % of
 # one bucket's score matrix and a few per cent in practice, while lengths from 1 to 32k still make fewer than 40 buckets.
@@ -144,7 +146,6 @@ def varlen_attention(
     return _bucketed(q, k, v, row_buckets(cu_seqlens) if buckets is None else buckets, scale)
 
 
-@torch.compiler.disable  # its shapes follow the lengths of the rows; the rest of a compiled layer sees one flat sequence
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, scale: float) -> Tensor:
     """Scaled dot-product attention, a call for every bucket."""
     outputs = []
@@ -153,6 +154,15 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, scale: float) -
         output = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(output.transpose(1, 2))
     return _Unpad.apply(buckets.parts, q.shape[0], *outputs)
+
+
+@torch.compiler.disable  # its shapes follow the lengths of the rows; the rest of a compiled layer sees one flat sequence
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, buckets: Buckets | None, sharing: Sharing
+) -> Tensor:
+    """``varlen_attention`` of distinct tokens: whole rows attend, one copy of each output is kept. [U, H, d]"""
+    q, k, v = (sharing.spread(x) for x in (q, k, v))
+    return sharing.pick(varlen_attention(q, k, v, cu_seqlens, max_length, scale=scale, buckets=buckets))
 
 
 def _refuse_unsupported(module: nn.Module, keys: int, options: dict[str, Any]) -> None:
@@ -182,7 +192,7 @@ def attention_forward(
     Args:
         query, key, value: [B, H, L, d]; B is 1 for packed rows.
         attention_mask: 4-D mask of the caller (bool, True attends; or additive), or None. Ignored with ``cu_seqlens``.
-        options: ``cu_seqlens``, ``max_length`` and ``buckets`` select the packed path.
+        options: ``cu_seqlens``, ``max_length`` and ``buckets`` select the packed path; with ``sharing`` L counts distinct tokens.
 
     Returns:
         [B, L, H, d] and no attention weights.
@@ -193,7 +203,8 @@ def attention_forward(
         max_length = options["max_length"]
         _refuse_unsupported(module, max_length, options)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return varlen_attention(q, k, v, cu_seqlens, max_length, scale=scale, buckets=options.get("buckets")).unsqueeze(0), None
+        packed = _packed(q, k, v, cu_seqlens, max_length, scale, options.get("buckets"), options.get("sharing") or Sharing())
+        return packed.unsqueeze(0), None
     _refuse_unsupported(module, key.shape[2], options)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and attention_mask is not None:  # the fused CUDA kernels take a mask or grouped heads, not both

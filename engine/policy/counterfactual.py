@@ -12,6 +12,7 @@ from headrace.policy.model import PackedRows, Policy
 from headrace.policy.packing import schedule, take_rows
 from headrace.policy.parallel import Parallel
 from headrace.policy.score import IGNORED, packed_rows, place, predicted_targets, score_on_all_ranks
+from headrace.policy.sharing import Sharing
 from headrace.records import Array, CounterfactualScores, CreditRule, Media, StepBatch
 
 
@@ -101,12 +102,14 @@ def _doubled(rows: PackedRows, degraded: tuple[tuple[Media, ...], ...]) -> Packe
     """The rows, and behind them the same rows with other media; these count as other prompts."""
     assert rows.prompts is not None
     prompts = np.asarray(rows.prompts)
+    alike = len(set(zip(prompts.tolist(), degraded, strict=True))) == len(set(prompts.tolist()))  # one degradation per prompt
     return replace(
         rows,
         token_ids=torch.cat([rows.token_ids, rows.token_ids]),
         cu_seqlens=torch.cat([rows.cu_seqlens, rows.cu_seqlens[1:] + rows.cu_seqlens[-1]]),
         media=rows.media + degraded,
         prompts=np.concatenate([prompts, prompts + prompts.max(initial=0) + 1]),
+        sharing=rows.sharing.twice() if alike else Sharing(),
     )
 
 

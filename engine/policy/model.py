@@ -1,7 +1,7 @@
 """The policy: a Hugging Face model that runs packed rows and hands its hidden states to a head that never makes a logits matrix."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from headrace.encoding import load_tokenizer
 from headrace.media import MediaLoader, media_loader
 from headrace.policy import attention
 from headrace.policy.adapters import add_adapters
+from headrace.policy.sharing import Sharing
 from headrace.policy.vision import Vision
 from headrace.records import Media, Prompt
 
@@ -35,6 +36,8 @@ class PackedRows:
     """Per row, by reference, in the order of the placeholders; empty when no row has any."""
     prompts: Sequence[int] | np.ndarray | None = None
     """[B] which prompt a row starts with; rows of one prompt share positions. None: all differ."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """What rows of one prompt have in common and run once; by default every token runs."""
 
 
 class Policy(nn.Module):
@@ -77,8 +80,9 @@ class Policy(nn.Module):
 
     def forward(self, rows: PackedRows, head: Callable[[Tensor, Tensor], T]) -> T:
         """``head(hidden, head_weight)`` with hidden [N, D]: the state at position t predicts token t + 1."""
-        hidden = self.model.get_decoder()(**self._decoder_inputs(rows), use_cache=False).last_hidden_state[0]
-        return head(hidden, self.head_weight)
+        inputs = _distinct(self._decoder_inputs(rows), rows.sharing)
+        hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state[0]
+        return head(rows.sharing.spread(hidden), self.head_weight)
 
     @torch.no_grad()
     def prefill_inputs(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -114,6 +118,22 @@ class Policy(nn.Module):
         bounds = inputs["cu_seqlens"]
         starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=len(token_ids))
         return inputs | {"input_ids": token_ids[None], "position_ids": (torch.arange(len(token_ids), device=device) - starts)[None]}
+
+
+def _distinct(inputs: dict[str, Any], sharing: Sharing) -> dict[str, Any]:
+    """Inputs of the decoder for the distinct tokens."""
+    kept = sharing.kept
+    if kept is None:
+        return inputs | {"sharing": sharing}
+    found = inputs | {"sharing": sharing, "position_ids": inputs["position_ids"][..., kept]}
+    for name in ("input_ids", "inputs_embeds", "visual_pos_masks"):
+        if name in inputs:
+            found[name] = inputs[name].index_select(1, kept)
+    if "deepstack_visual_embeds" in inputs:
+        runs = torch.zeros_like(inputs["visual_pos_masks"][0]).index_fill_(0, kept, True)
+        visual = runs[inputs["visual_pos_masks"][0]]  # of the visual tokens, those that run
+        found["deepstack_visual_embeds"] = [level[visual] for level in inputs["deepstack_visual_embeds"]]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ loading

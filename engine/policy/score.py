@@ -12,6 +12,7 @@ from headrace.kernels import linear_logprob
 from headrace.policy.model import PackedRows
 from headrace.policy.packing import micro_batches, schedule, take_rows
 from headrace.policy.parallel import Parallel
+from headrace.policy.sharing import share_fronts
 from headrace.records import Array, StepBatch
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ def packed_rows(batch: StepBatch, device: torch.device) -> PackedRows:
         max_length=int(np.diff(batch.cu_seqlens).max(initial=0)),
         media=batch.media,
         prompts=batch.prompts,
+        sharing=share_fronts(batch.token_ids, batch.cu_seqlens, list(zip(batch.prompts.tolist(), batch.media, strict=True)), device),
     )
 
 
