@@ -13,7 +13,7 @@ from headrace.diagnosis import build as building
 from headrace.diagnosis.bank import Claim, Entry, Response, bank_row, digest, read_bank, write_bank
 from headrace.diagnosis.build import Plan, build
 from headrace.diagnosis.scoring import _encoder, fixed_responses
-from headrace.evaluation_job import prepare
+from headrace.evaluation.job import prepare
 from headrace.policy.sources import materialise
 from headrace.questions.support import load_labels
 from headrace.records import Media, Question

@@ -20,7 +20,7 @@ from headrace.diagnosis.run import diagnose
 from headrace.diagnosis.scoring import Settings, fixed_responses, score
 from headrace.diagnosis.text_control import degraded_text
 from headrace.encoding import Encoder
-from headrace.evaluation_job import prepare
+from headrace.evaluation.job import prepare
 from headrace.policy.model import PackedRows, Policy
 from headrace.policy.sources import materialise
 from headrace.records import Media, Question

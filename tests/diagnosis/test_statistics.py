@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.credit.pacg import corrected_persistence
+from headrace.diagnosis import page
 from headrace.diagnosis.bank import Bank, Claim, Entry, Response
 from headrace.diagnosis.points import Point
 from headrace.diagnosis.results import Measured, between_series, changes, compared, finding, measured, to_json
@@ -158,3 +159,21 @@ def test_runs_are_compared_at_their_ends() -> None:
     assert report["checkpoints"][2]["delta"]["unsupported"]["value"] == pytest.approx(0.1)
     assert report["checkpoints"][2]["delta"]["supported"]["value"] is None
     assert report["between_series"][0]["delta"]["unsupported"]["value"] == pytest.approx(-0.4)
+
+
+def test_the_page_says_which_way_it_went(tmp_path: Path) -> None:
+    """EFS .22 to .31 while unsupported claims go from -.1 to .1: the decoupling of paper 003, in words, table and plot."""
+    labels = {name: [S, U] for name in "abcdef"}
+    held = bank(labels)
+    before = measured(point(), held, rows({name: [-0.4, -0.1] for name in labels}, efs=0.22))
+    after = measured(point(step=60), held, rows({name: [-0.5, 0.1 + 0.01 * k] for k, name in enumerate(labels)}, efs=0.31))
+    written, lines = page.write(held, [before, after], Settings(), tmp_path)
+    html = written.read_text()
+    assert "EFS changes by +0.0900" in html
+    assert "unsupported claims by +0.2250" in html
+    assert "they are held on to more, though the policy looks more." in html
+    assert "run: from EFS 0.22, persistence -0.1 to EFS 0.31, persistence 0.125" in html
+    assert "δ unsupported +0.1250" in lines[1]
+    assert "δ supported -0.5000" in lines[1]
+    back, _ = page.write(held, [after, before], Settings(), tmp_path)
+    assert "they are taken back more readily." in back.read_text()
