@@ -14,7 +14,7 @@ from headrace.policy.scratch import build_text
 from headrace.policy.update import Learner
 from headrace.questions.tasks.multi_hop import MultiHop
 from headrace.records import Question
-from headrace.rollouts import OwnRollouts, Sides
+from headrace.rollout.side import OwnRollouts, Sides
 from headrace.sampling.local import LocalEngine
 from headrace.task_sets import GivenQuestions
 
@@ -60,9 +60,9 @@ class Setting:
 
 
 def reward(text: str) -> float:
-    """Share of a response's words that differ from its other words: costs next to nothing, and tells responses of a group apart."""
+    """How many words are from the first half of the alphabet, later ones weighing more: cheap, about 1, and two responses hardly tie."""
     words = text.split()
-    return len(set(words)) / len(words)
+    return 2 * sum(place for place, word in enumerate(words, start=1) if word < "h") / sum(range(1, len(words) + 1))
 
 
 def make_setting(folder: Path, prompts: int, rollouts: int, tokens: int, steps: int) -> Setting:

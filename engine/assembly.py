@@ -18,12 +18,12 @@ from headrace.policy.parallel import Parallel
 from headrace.policy.update import Learner
 from headrace.questions.sets import QuestionSet
 from headrace.records import Question
-from headrace.rollouts import OwnRollouts, RewardFunction, Rollouts, Sides
+from headrace.rollout.side import OwnRollouts, RewardFunction, Rollouts, Sides
+from headrace.rollout.weights import EngineWeights, SharedWeights
 from headrace.run_folder import claim_folder
 from headrace.sampling.local import LocalEngine
 from headrace.starting_model import encoder_of, starting_model
 from headrace.task_sets import configured, question_sets
-from headrace.weights import EngineWeights, SharedWeights
 
 
 @dataclass
@@ -67,7 +67,7 @@ async def assemble(
             if isinstance(config.engine, LocalEngineConfig):
                 parts = _with_local_engine(config, parallel, journal, encoder, policy, directory, sides)
             else:
-                from headrace.remote import start_remote, transferable  # brings the HTTP client, which a local run does without
+                from headrace.rollout.start import start_remote, transferable  # brings the HTTP client, which a local run does without
 
                 given = transferable(reward, questions)
                 learner = Learner(policy, config, encoder.banned_ids, parallel)

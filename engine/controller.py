@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headrace.admission import Admission
 from headrace.config import Config
 from headrace.credit.advantage import group_advantages
 from headrace.credit.routing import ClaimRouting
-from headrace.groups import GroupSource
 from headrace.policy.packing import build_batch
 from headrace.questions.ledger import Key
 from headrace.ranges import span
 from headrace.records import Group, StepBatch
+from headrace.rollout.admission import Admission
+from headrace.rollout.groups import GroupSource
 from headrace.selection import paqm
 from headrace.selection.dapo import Refill, keep
 from headrace.selection.hsr import assemble_groups

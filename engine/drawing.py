@@ -19,8 +19,8 @@ async def drawing(config: Config, directory: Path, encoder: Encoder) -> AsyncIte
         ValueError: the directory is no model.
     """
     if isinstance(config.engine, VLLMEngineConfig):
+        from headrace.rollout.servers import start_servers
         from headrace.sampling.vllm.client import VLLMEngine
-        from headrace.servers import start_servers
 
         servers = await asyncio.to_thread(start_servers, config, config.engine, directory, encoder, None)
         engine = VLLMEngine(servers.urls, encoder, config.engine, version=lambda: 0)

@@ -20,7 +20,7 @@ from headrace.policy.parallel import Parallel
 from headrace.profiling import Window, capturing
 from headrace.ranges import span
 from headrace.records import Question
-from headrace.rollouts import RewardFunction, RolloutState
+from headrace.rollout.side import RewardFunction, RolloutState
 
 T = TypeVar("T")
 _PATIENCE = 0.5  # seconds between two looks whether an engine came back
@@ -117,7 +117,7 @@ def _inside_a_loop() -> bool:
 
 def _look_after_server(config: Config, parallel: Parallel) -> TrainResult:
     """All that a rollout rank does in a run."""
-    from headrace.servers import serve
+    from headrace.rollout.servers import serve
 
     assert isinstance(config.engine, VLLMEngineConfig)
     assert parallel.store is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.config import Config
-from headrace.evaluation import evaluate, majority
+from headrace.evaluation.measure import evaluate, majority
 from headrace.records import Completion, Prompt, Question, SampleRequest
 from headrace.rewards.pool import ScoringPool
 

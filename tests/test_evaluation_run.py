@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from headrace import evaluation_page, evaluation_run
 from headrace.config import ConfigError, MultiHopSource, ScratchTextModel
-from headrace.evaluation import pass_at, sizes
-from headrace.evaluation_job import prepare
-from headrace.evaluation_run import Results, run
+from headrace.evaluation import page as evaluation_page
+from headrace.evaluation import run as evaluation_run
+from headrace.evaluation.job import prepare
+from headrace.evaluation.measure import pass_at, sizes
+from headrace.evaluation.run import Results, run
 from headrace.policy.sources import materialise
 from headrace.questions.tasks.multi_hop import MultiHop
 

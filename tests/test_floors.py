@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"records", "wire", "config", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
 SECOND = {
-    "admission",
     "assembly",
     "checkpoint",
     "checkpoint_files",
@@ -18,31 +17,19 @@ SECOND = {
     "decontamination",
     "diagnosis",
     "doctor",
+    "drawing",
     "evaluation",
     "generation",
-    "drawing",
-    "groups",
     "hint_filling",
-    "study_page",
-    "study",
-    "evaluation_page",
-    "evaluation_job",
-    "evaluation_run",
     "interrupt",
     "planning",
     "profiling",
-    "pushed_weights",
-    "remote",
-    "rollout_messages",
-    "rollout_process",
-    "remote_rollouts",
-    "rollouts",
+    "rollout",
     "run_folder",
-    "servers",
     "starting_model",
+    "study",
     "task_sets",
     "trainer",
-    "weights",
 }
 TOP = {"commands", "cli", "__main__"}
 

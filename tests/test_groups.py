@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from headrace.groups import Ahead, Pace, Together
 from headrace.questions.ledger import Key, Ledger
 from headrace.records import Completion, EngineDown, Group, Prompt, Question, Reward, Rollout
+from headrace.rollout.groups import Ahead, Pace, Together
 
 QUESTIONS = 50
 
@@ -174,7 +174,7 @@ def test_without_staleness_batches_are_those_of_drawing_together(trains) -> None
 
 
 def test_a_dead_engine_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.groups.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("headrace.rollout.groups.RETRY_SECONDS", 0.0)
 
     async def run(deaths: int) -> tuple[list[str], float]:
         engine = Engine(seed=1, deaths=deaths)

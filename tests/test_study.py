@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headrace import study, study_page
 from headrace.config import ConfigError
 from headrace.journal.intervals import mean_t
-from headrace.study import execute, load_study, paired_seeds
+from headrace.study import page as study_page
+from headrace.study import run as study
+from headrace.study.run import execute, load_study, paired_seeds
 
 ROOT = Path(__file__).parents[1]
 BASE = """

@@ -88,7 +88,7 @@ def build_bank(
 ) -> None:
     """Draw fixed responses, mark their claims with credit.pacg.router and label them, blind to who is right."""
     from headrace.diagnosis.build import Plan, build, labels_from
-    from headrace.evaluation_job import prepare
+    from headrace.evaluation.job import prepare
 
     if start:
         from headrace.assembly import start_of

@@ -20,9 +20,9 @@ def evaluate(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from headrace import evaluation_page
-    from headrace.evaluation_job import prepare
-    from headrace.evaluation_run import run
+    from headrace.evaluation import page as evaluation_page
+    from headrace.evaluation.job import prepare
+    from headrace.evaluation.run import run
 
     job = prepare(checkpoint, dataset, config=config, overrides=overrides or (), limit=questions, out=out)
     other = None

@@ -15,8 +15,8 @@ def study(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from headrace import study_page
-    from headrace.study import StudyRun, execute, load_study
+    from headrace.study import page as study_page
+    from headrace.study.run import StudyRun, execute, load_study
 
     planned = load_study(file, overrides or ())
     failures: list[str] = []

@@ -20,8 +20,8 @@ from headrace.credit.router import Router, RouterError, ServerRouter, make_route
 from headrace.diagnosis.bank import Claim, Entry, Response, bank_row, write_bank
 from headrace.drawing import drawing
 from headrace.encoding import Encoder
-from headrace.evaluation_job import Job
-from headrace.evaluation_run import fingerprint
+from headrace.evaluation.job import Job
+from headrace.evaluation.run import fingerprint
 from headrace.questions.sets import QuestionSet, load, stops_at_bad_rows
 from headrace.questions.support import ClaimName, KnownScenes, Label, load_labels
 from headrace.records import Completion, Engine, Prompt, SampleRequest, SamplingParameters

@@ -13,7 +13,7 @@ from headrace.assembly import learner_at_start, start_of
 from headrace.checkpoint import read_state, restore_exactly
 from headrace.checkpoint_files import SUMS
 from headrace.config import ConfigError, DirectoryModel, ModelConfig, load_config
-from headrace.evaluation_run import fingerprint
+from headrace.evaluation.run import fingerprint
 from headrace.policy.model import Policy
 
 Precision = Literal["float32", "bfloat16"]

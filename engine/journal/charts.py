@@ -130,7 +130,7 @@ def phase_chart(tracks: Sequence[Track], name: str, unit: str, x_label: str) -> 
         for item in tracks:
             colour = f"#c0de{(item.colour - 1) % COLOURS + 1:02x}"
             spread = [np.abs(bounds.T - values) for values, bounds in ((item.y, item.y_bounds), (item.x, item.x_bounds))]
-            axes.errorbar(item.x, item.y, *spread, fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.45)
+            axes.errorbar(item.x, item.y, yerr=spread[0], xerr=spread[1], fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.45)
             axes.plot(item.x, item.y, color=colour, linestyle=DASHES[item.dash % len(DASHES)], linewidth=1.4, marker="o", markersize=4)
             for mark, x, y in zip(item.marks, item.x, item.y, strict=True):
                 axes.annotate(mark, (x, y), (4, 4), textcoords="offset points", color=_INK, fontsize=8.5)

@@ -149,7 +149,7 @@ class Timeline:
         self.at(self.now + seconds, self._trained)
 
     def _next_batch(self) -> list[Drawing] | None:
-        """The groups that the learner's controller would take now (``groups.Ahead``); None while it waits."""
+        """The groups that the learner's controller would take now (``rollout.groups.Ahead``); None while it waits."""
         size, lag = self.setting.batch, (self.setting.slots - 1) // (self.setting.batch * self.setting.sync_interval)
         waiting = [group for group in self.queue if not (group.done and group.filtered)]
         chosen = waiting[:size]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.evaluation_job import prepare
-from headrace.evaluation_run import run
+from headrace.evaluation.job import prepare
+from headrace.evaluation.run import run
 from tests.sampling.tiny_policy import WORDS
 from tests.vllm.conftest import Served
 

@@ -89,7 +89,7 @@ def test_kills_of_every_part_cost_no_number(config: Path, undisturbed: Path) -> 
     (server,) = children(process, "vllm.entrypoints")[:1]
     server.send_signal(signal.SIGKILL)
     wait_for_step(folder, 2, process)
-    (rollouts,) = children(process, "headrace.rollout_process")[:1]
+    (rollouts,) = children(process, "headrace.rollout.process")[:1]
     rollouts.send_signal(signal.SIGKILL)
     wait_for_step(folder, 3, process)
     left = psutil.Process(process.pid).children(recursive=True)
