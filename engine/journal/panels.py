@@ -238,6 +238,13 @@ UPDATE = (
     ),
     Panel("Gradient norm", "L2 norm before clipping", "zero", "", (Curve("grad_norm", "norm", 1),)),
     Panel("Advantage", "mean magnitude", "zero", "Over all scored rollouts.", (Curve("adv/abs_mean", "|A|", 1),)),
+    Panel(
+        "Gap between learner and sampler",
+        "nats",
+        "zero",
+        "Difference of the log-probs that learner and sampler give the same tokens; behind the learner it holds the policy's drift as well.",
+        (Curve("gap/mean", "mean", 1), Curve("gap/p99", "99th percentile", 2, 1)),
+    ),
 )
 COST = (
     Panel(
@@ -249,6 +256,30 @@ COST = (
     ),
     Panel("Throughput", "response tokens per second", "zero", "", (Curve("time/tokens_per_s", "tokens/s", 1),)),
 )
+AHEAD = (
+    Panel(
+        "Idle sides",
+        "share of the time",
+        "share",
+        "The learner waits for a batch; nothing is being drawn because every slot is taken.",
+        (Curve("time/idle_ratio", "learner", 1), Curve("schedule/rollout_idle", "sampling", 2, 1)),
+    ),
+    Panel(
+        "Lag of trained tokens",
+        "parameter versions",
+        "zero",
+        "By which the weights that drew a token were older than the learner's.",
+        (Curve("staleness/max", "largest", 2, 1), Curve("staleness/mean", "mean", 1)),
+    ),
+    Panel(
+        "Push of weights",
+        "seconds",
+        "zero",
+        "From pause to the last canary, and the time in which the servers stood still.",
+        (Curve("sync/seconds", "push", 1), Curve("sync/paused", "standstill", 2, 1)),
+    ),
+)
+"""Of runs whose sampling may run ahead."""
 
 
 def draw(panels: Iterable[Panel], runs: Sequence[RunData]) -> list[Chart]:

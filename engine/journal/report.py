@@ -71,7 +71,7 @@ def _shared(runs: Sequence[RunData]) -> dict[str, Any]:
             "selection": panels.draw(panels.SELECTION, runs),
             "credit": panels.draw(panels.CREDIT, [run for run in runs if run.has("pacg/intervention_valid") or run.has("vppo/dependency")]),
             "update": panels.draw(panels.UPDATE, runs),
-            "cost": panels.draw(panels.COST, runs),
+            "cost": panels.draw(panels.COST, runs) + panels.draw(panels.AHEAD, [run for run in runs if run.has("schedule/rollout_idle")]),
         },
         "breakdowns": [(run.name, _breakdown(run), _beside(run)) for run in runs if tables.phases(run)],
         "controls": [
