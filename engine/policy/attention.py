@@ -7,7 +7,7 @@ On CUDA in half precision the rows go to torch's variable-length flash attention
 rows of similar length and given to scaled dot-product attention with ``is_causal``: no mask, no query sees a pad, pads are dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ class Bucket:
 
     rows: int
     length: int
-    source: Tensor  # [n] int64, positions in the packed sequence
-    slot: Tensor  # [n] int64, positions in the flattened [rows x length] bucket
+    source: Tensor  # [rows x length] int64, position in the packed sequence; a pad repeats its row's first token
+    pads: Tensor | None  # [n] int64, slots that are pads; None if there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Buckets:
     """All rows of a packed sequence. A type of its own and no tuple, whose length a compiled layer would be specialised to."""
 
     parts: tuple[Bucket, ...]
+    slots: Tensor  # [N] int64, where each packed token is among the slots of all buckets
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.parts)
@@ -54,17 +55,21 @@ def row_buckets(cu_seqlens: Tensor) -> Buckets:
     starts, lengths = bounds[:-1], bounds.diff()
     order = torch.argsort(lengths, descending=True, stable=True)
     order = order[lengths[order] > 0]
-    buckets = []
+    buckets: list[Bucket] = []
+    slots, before = torch.zeros(int(bounds[-1]), dtype=torch.int64), 0
+    device = cu_seqlens.device
     while len(order):
         longest = int(lengths[order[0]])
         taken = int((lengths[order] >= BUCKET_SPREAD * longest).sum())
         rows, order = order[:taken], order[taken:]
         offsets = torch.arange(longest)
-        real = offsets < lengths[rows, None]  # [rows, length]
-        source = (starts[rows, None] + offsets)[real]
-        slot = real.flatten().nonzero().squeeze(1)
-        buckets.append(Bucket(taken, longest, source.to(cu_seqlens.device), slot.to(cu_seqlens.device)))
-    return Buckets(tuple(buckets))
+        real = (offsets < lengths[rows, None]).flatten()  # [rows x length]
+        source = (starts[rows, None] + offsets).flatten().where(real, starts[rows].repeat_interleave(longest))
+        slots[source[real]] = before + real.nonzero().squeeze(1)
+        pads = None if bool(real.all()) else (~real).nonzero().squeeze(1).to(device)
+        buckets.append(Bucket(taken, longest, source.to(device), pads))
+        before += len(source)
+    return Buckets(tuple(buckets), slots.to(device))
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,42 +79,42 @@ def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _scatter(packed: Tensor, bucket: Bucket) -> Tensor:
     """[N, H, d] -> [rows, length, H, d], pads zero."""
-    padded = packed.new_zeros(bucket.rows * bucket.length, *packed.shape[1:])
-    return padded.index_copy_(0, bucket.slot, packed.index_select(0, bucket.source)).unflatten(0, (bucket.rows, bucket.length))
+    padded = packed.index_select(0, bucket.source)
+    if bucket.pads is not None:
+        padded.index_fill_(0, bucket.pads, 0)
+    return padded.unflatten(0, (bucket.rows, bucket.length))
 
 
-def _gather(padded: tuple[Tensor, ...], buckets: tuple[Bucket, ...], total: int) -> Tensor:
+def _gather(padded: Sequence[Tensor], buckets: Buckets) -> Tensor:
     """Inverse of scattering into every bucket: [N, H, d]; pads are never read."""
-    packed = padded[0].new_empty(total, *padded[0].shape[2:])
-    for rows, bucket in zip(padded, buckets, strict=True):
-        packed.index_copy_(0, bucket.source, rows.flatten(0, 1).index_select(0, bucket.slot))
-    return packed
+    flat = [rows.flatten(0, 1) for rows in padded]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, buckets.slots)
 
 
 class _Pad(torch.autograd.Function):
     """Packed to buckets. The indices are a bijection, so the backward pass copies instead of adding up (and is deterministic)."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, buckets: tuple[Bucket, ...]) -> tuple[Tensor, ...]:
-        ctx.buckets, ctx.total = buckets, packed.shape[0]
+    def forward(ctx: Any, packed: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
+        ctx.buckets = buckets
         return tuple(_scatter(packed, bucket) for bucket in buckets)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads, ctx.buckets, ctx.total), None
+        return _gather(grads, ctx.buckets), None
 
 
 class _Unpad(torch.autograd.Function):
     """Buckets to packed."""
 
     @staticmethod
-    def forward(ctx: Any, buckets: tuple[Bucket, ...], total: int, *padded: Tensor) -> Tensor:
+    def forward(ctx: Any, buckets: Buckets, *padded: Tensor) -> Tensor:
         ctx.buckets = buckets
-        return _gather(padded, buckets, total)
+        return _gather(padded, buckets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_scatter(grad, bucket) for bucket in ctx.buckets)
+        return None, *(_scatter(grad, bucket) for bucket in ctx.buckets)
 
 
 def varlen_attention(
@@ -149,11 +154,11 @@ def varlen_attention(
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, scale: float) -> Tensor:
     """Scaled dot-product attention, a call for every bucket."""
     outputs = []
-    for rows in zip(*(_Pad.apply(x, buckets.parts) for x in (q, k, v)), strict=True):
+    for rows in zip(*(_Pad.apply(x, buckets) for x in (q, k, v)), strict=True):
         qb, kb, vb = (x.transpose(1, 2) for x in rows)  # [rows, heads, length, d]
         output = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(output.transpose(1, 2))
-    return _Unpad.apply(buckets.parts, q.shape[0], *outputs)
+    return _Unpad.apply(buckets, *outputs)
 
 
 @torch.compiler.disable  # its shapes follow the lengths of the rows; the rest of a compiled layer sees one flat sequence

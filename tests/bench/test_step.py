@@ -25,8 +25,8 @@ def test_a_step_is_sampling_and_update(tmp_path) -> None:
 
 
 def test_reward_tells_responses_apart() -> None:
-    assert reward("a b c d") == 1
-    assert reward("a a a b") == 0.5
+    assert reward("a z") == 2 / 3
+    assert reward("z a") == 4 / 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="tells what is printed without TRL")
