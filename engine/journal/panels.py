@@ -242,7 +242,7 @@ UPDATE = (
         "Gap between learner and sampler",
         "nats",
         "zero",
-        "Difference of the log-probs that learner and sampler give the same tokens; behind the learner it holds the policy's drift as well.",
+        "Difference of the log-probs that learner and sampler give the same tokens; with staleness it holds the policy's drift too.",
         (Curve("gap/mean", "mean", 1), Curve("gap/p99", "99th percentile", 2, 1)),
     ),
 )
