@@ -14,7 +14,7 @@ INTRODUCTION = """# Configuration
 
 A run is one YAML file; every field can be overridden on the command line as `section.field=value`.
 Unknown keys, wrong types and combinations that cannot work are refused before anything starts.
-This page is written from the models in `engine/config.py`.
+This page is written from the models in `engine/config/`.
 """
 
 
