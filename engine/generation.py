@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from headrace.config import Config, ConfigError, DirectoryModel, ModelConfig, QuestionsConfig, RunConfig, SamplingConfig
 from headrace.drawing import drawing
+from headrace.files import write_whole
 from headrace.questions.hopchain.accounts import accounts_text, table_text
 from headrace.questions.hopchain.dataset import Kept, assemble, row
 from headrace.questions.hopchain.difficulty import EngineSolver
@@ -21,7 +22,6 @@ from headrace.questions.hopchain.publish import publish
 from headrace.questions.hopchain.records import Candidate, Video
 from headrace.questions.hopchain.roles import Models, Solver
 from headrace.questions.hopchain.settings import CorpusConfig, DifficultyConfig, WorldConfig
-from headrace.questions.hopchain.state import write_whole
 from headrace.questions.hopchain.videos import VideoList, list_videos
 from headrace.questions.hopchain.workshop import Workshop
 from headrace.questions.rows import question_of_row

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"records", "wire", "config", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
+GROUND = {"records", "wire", "config", "files", "schedule", "streams", "encoding", "media", "pixels", "torchvision_ops", "ranges"}
 ROOMS = {"questions", "sampling", "rewards", "selection", "credit", "policy", "sync", "journal"}
 SECOND = {
     "assembly",

@@ -22,6 +22,7 @@ from headrace.drawing import drawing
 from headrace.encoding import Encoder
 from headrace.evaluation.job import Job
 from headrace.evaluation.run import fingerprint
+from headrace.files import whole_lines, write_whole
 from headrace.questions.sets import QuestionSet, load, stops_at_bad_rows
 from headrace.questions.support import ClaimName, KnownScenes, Label, load_labels
 from headrace.records import Completion, Engine, Prompt, SampleRequest, SamplingParameters
@@ -130,15 +131,12 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 def _claimed(partial: Path, settings: dict[str, Any], fresh: bool) -> dict[str, dict[str, Any]]:
     """Rows of a bank half made, by question; a torn last line is cut off. Its first line holds what they depend on."""
-    if fresh or not partial.exists() or b"\n" not in partial.read_bytes():
-        partial.write_text(json.dumps(settings, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = [] if fresh else whole_lines(partial)
+    if not lines:
+        write_whole(partial, json.dumps(settings, ensure_ascii=False) + "\n")
         return {}
-    content = partial.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        partial.write_bytes(whole)
     try:
-        noted, *rows = [json.loads(line) for line in whole.splitlines()]
+        noted, *rows = [json.loads(line) for line in lines]
         found = {row["id"]: row for row in rows}
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{partial}: holds what no build writes; start over with --fresh") from None

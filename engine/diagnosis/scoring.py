@@ -21,6 +21,7 @@ from headrace.diagnosis.bank import Bank, Entry, Response, digest
 from headrace.diagnosis.points import Point
 from headrace.diagnosis.text_control import degraded_text
 from headrace.encoding import Encoder
+from headrace.files import whole_lines
 from headrace.pixels import Kind
 from headrace.policy.counterfactual import score_counterfactual
 from headrace.policy.model import Policy
@@ -88,14 +89,8 @@ def score(point: Point, bank: Bank, settings: Settings, folder: Path, progress: 
 
 def _rows(path: Path) -> dict[tuple[str, int], Row]:
     """Rows by question and response; a torn last line of a killed process is cut off."""
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
     try:
-        rows = [json.loads(line) for line in whole.splitlines()]
+        rows = [json.loads(line) for line in whole_lines(path)]
         return {(row["question"], row["response"]): row for row in rows}
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: holds what no diagnosis writes; delete it") from None

@@ -18,6 +18,7 @@ from headrace.drawing import drawing
 from headrace.encoding import Encoder
 from headrace.evaluation.job import Job
 from headrace.evaluation.measure import answer
+from headrace.files import whole_lines
 from headrace.journal.store import make_folder, write_text
 from headrace.questions.sets import QuestionSet, load, stops_at_bad_rows
 from headrace.records import Prompt
@@ -130,14 +131,8 @@ def _encoded(questions: QuestionSet, encoder: Encoder, config: Config) -> tuple[
 
 def _rows(path: Path) -> dict[str, Row]:
     """Rows by question; a torn last line of a killed evaluation is cut off."""
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        path.write_bytes(whole)
     try:
-        rows = [json.loads(line) for line in whole.splitlines()]
+        rows = [json.loads(line) for line in whole_lines(path)]
         return {row["id"]: row for row in rows}
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}: holds what no evaluation writes; start over with --fresh") from None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.files import write_whole
+
 Row = dict[str, Any]
 
 
@@ -19,14 +21,13 @@ class JournalError(ValueError):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: after a crash it holds the old text or the new, never a mixture."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Replace a file as a whole; it outlives a loss of power.
+
+    Raises:
+        JournalError: the file cannot be written.
+    """
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, text)
         _sync_folder(path.parent)
     except OSError as error:
         raise _unwritable(path, error) from None

@@ -18,6 +18,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
+from headrace.files import whole_lines
 from headrace.questions.hints import PARTS, load_hints
 from headrace.questions.hopchain.chat import Chat
 from headrace.questions.hopchain.film import probe, shot_frames
@@ -137,10 +138,7 @@ def _missing(questions: Sequence[Question], out: Path, filled: Filled) -> Iterat
         raise ValueError(f"{out}: expected a .jsonl file to write hints to")
     known: Mapping[str, Hint] = {}
     if out.exists():
-        content = out.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            out.write_bytes(whole)
+        whole_lines(out)
         known = load_hints(out)
     filled.done = sum(question.id in known for question in questions)
     return (question for question in questions if question.id not in known)

@@ -9,10 +9,11 @@ from typing import Any
 
 import jinja2
 
+from headrace.files import write_whole
 from headrace.questions.hopchain import film
 from headrace.questions.hopchain.records import LETTERS, Candidate, Caption, Dropped, Hop, Shot
 from headrace.questions.hopchain.render import render
-from headrace.questions.hopchain.state import folder_name, write_whole
+from headrace.questions.hopchain.state import folder_name
 
 _FRAME_PIXELS = 96_000
 _COLOURS = ("#c0392b", "#1f6fb2", "#2e7d4f", "#b7791f", "#7d3c98", "#0e7c86", "#8e4b10", "#5d6d7e")

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.files import write_whole
 from headrace.questions.hopchain.accounts import table6
 from headrace.questions.hopchain.dataset import Assembly, row
 from headrace.questions.hopchain.pipeline import Tally
 from headrace.questions.hopchain.prompt_texts import versions
 from headrace.questions.hopchain.settings import CorpusConfig
-from headrace.questions.hopchain.state import write_whole
 
 FORMAT = 1
 """Of the files of a corpus."""

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
+from headrace.files import whole_lines, write_whole
 from headrace.questions.hopchain.records import Cost, Record, Video
 
 R = TypeVar("R", bound=Record)
@@ -21,16 +21,6 @@ class Stage(Record):
     """Why the video or all that is left of it went no further; empty where it did."""
     detail: str = ""
     cost: Cost = Cost()
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file as a whole: after a kill it holds the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def folder_name(video_id: str) -> str:
@@ -78,13 +68,7 @@ class VideoStore:
     def lines(self, stage: str, kind: type[R]) -> Iterator[R]:
         """The pieces so far; a torn last line is cut off."""
         path = self.folder / f"{stage}.jsonl"
-        if not path.exists():
-            return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            write_whole(path, whole)
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(whole_lines(path), 1):
             try:
                 yield kind.model_validate(json.loads(line))
             except (ValueError, ValidationError):

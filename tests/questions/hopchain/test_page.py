@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from headrace.files import write_whole
 from headrace.questions.hopchain.page import write_page
 from headrace.questions.hopchain.records import Candidate
 from headrace.questions.hopchain.render import render
-from headrace.questions.hopchain.state import write_whole
 from headrace.questions.rows import load_rows
 from tests.questions.hopchain.corpora import WORLD, built, lines
 
