@@ -139,7 +139,7 @@ class Encoder:
 
     @cached_property
     def lexical(self) -> np.ndarray:
-        """bool [vocab_size]: tokens the ``lexical`` filter lets be masked: with a letter, not special, no tag (SPEC 4.3)."""
+        """bool [vocab_size]: tokens the ``lexical`` filter lets be masked: with a letter, not special, no tag."""
         allowed = np.zeros(self.vocab_size, dtype=bool)
         excluded: set[int | None] = {*self.banned_ids, *self.eos_ids, *self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         excluded |= {single_token(self.tokenizer, tag) for tag in CONTENT_TAGS}

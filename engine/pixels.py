@@ -1,4 +1,4 @@
-"""Degraded pictures: what is left of one when the question is how much a response looked at it (SPEC 6.3).
+"""Degraded pictures: what is left of one when the question is how much a response looked at it.
 
 Degradations work on the patches that a Qwen-VL processor cut, so size and token count stay as they are, for pictures and clips alike.
 Parameters are those of VPPO's public code.

@@ -104,7 +104,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class MaskTrace:
-    """What the mask removed; M masked positions, in order (SPEC 4.6, Table 9 and Figure 8)."""
+    """What the mask removed; M masked positions, in order (paper 000, Table 9 and Figure 8)."""
 
     positions: Array  # [M] int32, response positions
     removed_ids: Array  # [M] int32

@@ -1,4 +1,4 @@
-"""Named random streams: each stochastic choice draws from its own generator (SPEC 0.4).
+"""Named random streams: each stochastic choice draws from its own generator.
 
 Switching one method on never moves another's numbers, and a re-queued question draws the same ones again.
 """

@@ -49,7 +49,7 @@ def counterfactual_score(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> CounterfactualScore:
-    """Score the same targets under the original and the counterfactual input (paper 003; SPEC names: Δ, EFS).
+    """Score the same targets under the original and the counterfactual input (paper 003).
 
     Args:
         hidden, hidden_cf: [T, D]; row t of each predicts targets[t].

@@ -139,7 +139,7 @@ def test_end_ids_come_from_generation_config_then_tokenizer(text_encoder):
 
 
 def test_banned_are_media_control_and_unused_ids_only(text_encoder):
-    """DESIGN contract 11: never the end ids nor the think tags; tool-call and content tags stay free."""
+    """Never the end ids nor the think tags; tool-call and content tags stay free."""
     tokens = {
         text_encoder.tokenizer.convert_ids_to_tokens(index) for index in text_encoder.banned_ids if index < len(text_encoder.tokenizer)
     }
@@ -162,7 +162,7 @@ def test_special_content_tags_are_not_banned(tmp_path):
 
 
 def test_lexical_tokens_have_a_letter_and_are_no_tags(text_encoder):
-    """SPEC 4.3: special, white space, punctuation, digits and letterless tokens are spared."""
+    """Special, white space, punctuation, digits and letterless tokens are spared."""
     allowed = {text_encoder.token_text(index) for index in text_encoder.lexical.nonzero()[0]}
     assert allowed == set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
     assert text_encoder.lexical.shape == (ROWS,)

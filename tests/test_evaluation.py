@@ -1,4 +1,4 @@
-"""Held-out accuracy: mean of samples, greedy, majority vote (SPEC 5.7)."""
+"""Held-out accuracy: mean of samples, greedy, majority vote."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Slots and lag of the asynchronous schedule (SPEC 3.4, docs/asynchrony.md)."""
+"""Slots and lag of the asynchronous schedule (docs/asynchrony.md)."""
 
 import random
 from collections import deque

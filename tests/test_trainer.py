@@ -94,7 +94,7 @@ def test_the_exported_model_loads_in_transformers(bare: Callable[..., Config]) -
 
 
 def test_an_unmasked_second_wave_is_the_parents(bare: Callable[..., Config]) -> None:
-    """SPEC 10.1: with every triggered group in the control arm the draws are those of plain GRPO; numbers differ by rounding alone,
+    """With every triggered group in the control arm the draws are those of plain GRPO; numbers differ by rounding alone,
     since the waves are drawn in batches of other sizes."""
     control = bare("run.name=control", "sampling.cge.control_share=1.0", "journal.samples_per_step=9")
     plain = bare("run.name=plain", "sampling.cge=null", "journal.samples_per_step=9")

@@ -1,4 +1,4 @@
-"""Group-relative advantages (SPEC 3.1; paper 000, section 3.1)."""
+"""Group-relative advantages (paper 000, section 3.1)."""
 
 from collections.abc import Sequence
 from math import fsum, isinf, sqrt
@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.records import Array
 
-EPSILON = 1e-6  # added to the standard deviation (SPEC 3.1)
+EPSILON = 1e-6  # added to the standard deviation
 
 
 def group_advantages(rewards: Sequence[float | None] | Array, ddof: int = 0, normalise: bool = True) -> Array:

@@ -1,4 +1,4 @@
-"""From what a router quotes of a response to the tokens it means (SPEC 6.2)."""
+"""From what a router quotes of a response to the tokens it means."""
 
 import codecs
 import re

@@ -1,4 +1,4 @@
-"""Which degraded picture stands beside which original: fixed by the sample, so that every epoch and checkpoint sees the same (SPEC 6.3)."""
+"""Which degraded picture stands beside which original: fixed by the sample, so that every epoch and checkpoint sees the same."""
 
 import hashlib
 from collections.abc import Sequence

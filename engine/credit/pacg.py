@@ -1,4 +1,4 @@
-"""Persistence-aware credit gating (paper 003; SPEC 6.4 to 6.6).
+"""Persistence-aware credit gating (paper 003).
 
 A response that got a positive advantage may owe it to claims about the picture that it would have made without looking. The tokens of
 each claim are scored with the picture and with a degraded one: a claim whose likelihood does not fall with the picture gone persists, and
@@ -26,7 +26,7 @@ FORMS: dict[GateForm, Callable[[Array, float], Array]] = {
     "B": lambda fall, floor: floor + (1 - floor) * np.exp(-fall),
     "C": lambda fall, floor: np.maximum(floor, 1 - fall),
 }
-"""Gate from α max(0, δ + m) and the floor (SPEC 6.5). A is the default: of all forms only it puts about half of the claims below 1 and
+"""Gate from α max(0, δ + m) and the floor. A is the default: of all forms only it puts about half of the claims below 1 and
 a small share on the floor, as the paper reports."""
 
 
@@ -44,7 +44,7 @@ def corrected_persistence(
     *,
     calibrate: bool = True,
 ) -> tuple[Array, Array]:
-    """δ of every claim: mean Δ over its tokens minus mean Δ over the tokens in no claim (SPEC 6.4).
+    """δ of every claim: mean Δ over its tokens minus mean Δ over the tokens in no claim.
 
     Args:
         logprobs, logprobs_cf: [T] nats of one response, with the original and the degraded picture.

@@ -1,4 +1,4 @@
-"""What gated credit did in a step: the training metrics of paper 003 (SPEC 6.9)."""
+"""What gated credit did in a step: the training metrics of paper 003."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

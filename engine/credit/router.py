@@ -1,4 +1,4 @@
-"""Who says which passages of a response are read directly off the picture: patterns, or a model behind a server (SPEC 6.2).
+"""Who says which passages of a response are read directly off the picture: patterns, or a model behind a server.
 
 A router sees picture, question and response, and never the right answer nor the score.
 """

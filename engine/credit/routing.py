@@ -1,4 +1,4 @@
-"""Routes claims beside sampling and learning: starts early, asks once, and never holds a step up for long (SPEC 6.2, 6.8).
+"""Routes claims beside sampling and learning: starts early, asks once, and never holds a step up for long.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The configured credit rules, in the order in which they apply (SPEC 0.3)."""
+"""The configured credit rules, in the order in which they apply."""
 
 from headrace.config import CreditConfig
 from headrace.credit.pacg import PACG

@@ -1,4 +1,4 @@
-"""How much a response looks at its picture, token by token, and what follows from it for the credit (VPPO; SPEC 7.1).
+"""How much a response looks at its picture, token by token, and what follows from it for the credit (VPPO).
 
 The log-probs of a response are taken twice: with the picture, and with one whose patches are blackened.
 """

@@ -1,1 +1,1 @@
-"""How fixed responses fare without their pictures, over checkpoints (paper 003; SPEC 6.10)."""
+"""How fixed responses fare without their pictures, over checkpoints (paper 003)."""

@@ -1,4 +1,4 @@
-"""Makes a bank: a policy answers questions, a router marks claims, and what the scene shows labels them (SPEC 6.10).
+"""Makes a bank: a policy answers questions, a router marks claims, and what the scene shows labels them.
 
 Blind to correctness: questions are chosen by the seed alone, every response stays, whether it is right or claims anything, and neither
 the right answer nor a score is looked at or written. A question's row is appended once it is done, so what was stopped goes on.

@@ -1,4 +1,4 @@
-"""From scores of claims to means with intervals: per checkpoint, as changes, and against the text control (SPEC 6.10)."""
+"""From scores of claims to means with intervals: per checkpoint, as changes, and against the text control."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

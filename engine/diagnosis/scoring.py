@@ -1,4 +1,4 @@
-"""Teacher-forces a bank under one checkpoint: with the pictures, with degraded ones, and with degraded questions (SPEC 6.4, 6.10).
+"""Teacher-forces a bank under one checkpoint: with the pictures, with degraded ones, and with degraded questions.
 
 Scores go to a file per checkpoint, named by all they depend on, a row per response as it is done: what was stopped goes on.
 """

@@ -1,4 +1,4 @@
-"""Accuracy on held-out questions: greedy, sampled mean, majority vote (SPEC 5.7)."""
+"""Accuracy on held-out questions: greedy, sampled mean, majority vote."""
 
 import asyncio
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""Warnings about runs that go wrong in a known way (SPEC 4.7)."""
+"""Warnings about runs that go wrong in a known way."""
 
 from collections import deque
 from collections.abc import Mapping

@@ -49,7 +49,7 @@ _AT_ONCE = 1 << 22  # drawn clusters of one part of the work
 
 
 def clustered_mean(values: Sequence[float], clusters: Sequence[Hashable], others: Sequence[bool] | None = None) -> Interval:
-    """Percentile interval of a mean of values that come in clusters, such as the claims about one question (SPEC 6.10).
+    """Percentile interval of a mean of values that come in clusters, such as the claims about one question.
 
     Clusters are drawn with replacement and all their values pooled, so that large clusters weigh more (a ratio estimator).
 

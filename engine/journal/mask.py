@@ -1,4 +1,4 @@
-"""What the top-token mask did, position by position (SPEC 4.5, 4.6; paper 000, Table 9, Figure 8, Equations 5 and 6)."""
+"""What the top-token mask did, position by position (paper 000, Table 9, Figure 8, Equations 5 and 6)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +68,7 @@ def _shares(flags: dict[str, Array]) -> dict[str, float]:
 
 
 def _checked(rollout: Rollout) -> MaskTrace:
-    """The trace of a rollout, which may only name positions that leave the loss (SPEC 4.7)."""
+    """The trace of a rollout, which may only name positions that leave the loss."""
     completion, trace = rollout.completion, rollout.completion.trace
     assert trace is not None
     assert completion.masked[trace.positions].all(), "the mask trace names a position that is not flagged as masked"

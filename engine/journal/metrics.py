@@ -1,4 +1,4 @@
-"""Metrics of one step that follow from its groups alone (SPEC 4.6; paper 000, Tables 7 and 10, Figures 5 and 7).
+"""Metrics of one step that follow from its groups alone (paper 000, Tables 7 and 10, Figures 5 and 7).
 
 Every rate is logged with its numerator (``…_n``) and its denominator is among the counts, so that steps can be pooled
 exactly. ``cge/*`` describes triggered groups whose second wave was masked, ``control/*`` the same rates for triggered
@@ -254,7 +254,7 @@ def _advantages(groups: Sequence[Group]) -> list[float]:
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Every metric of SPEC 4.6 that the groups of one step determine.
+    """Every metric that the groups of one step determine.
 
     Groups without a scored first-wave rollout count in lengths and failures only. Shares are in [0, 1], lengths in
     tokens, entropies in nats.

@@ -1,4 +1,4 @@
-"""Responses scored beside themselves: with their media, and with degraded ones in their place (paper 003; SPEC 6.4)."""
+"""Responses scored beside themselves: with their media, and with degraded ones in their place (paper 003)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

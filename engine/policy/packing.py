@@ -24,7 +24,7 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
 
     ``prompts`` holds positions in ``groups``; a rollout taken in from another question has the position of that question's group, or,
     without one, a number beyond them. Rollouts without a usable score and empty responses get no row, count in no denominator and are
-    reported in ``left_out``. CGE-masked tokens leave ``loss_mask`` but stay in the denominator (SPEC 4.4).
+    reported in ``left_out``. CGE-masked tokens leave ``loss_mask`` but stay in the denominator.
 
     Raises:
         ValueError: a group has no advantages, or a prompt or the streams of a completion do not fit together.
@@ -116,7 +116,7 @@ def loss_weights(response_mask: Array, cu_seqlens: Array, normalisation: str, ma
     """The per-token weight [N] that makes a plain sum over all ranks the wanted mean; fp32, 0 on prompts.
 
     ``token_mean``: 1 / response tokens of the step. ``sequence_mean``: 1 / (rows x own length). ``constant``:
-    1 / (rows x ``max_tokens``), Dr. GRPO. Every response token counts, masked or not (SPEC 3.2, 4.4).
+    1 / (rows x ``max_tokens``), Dr. GRPO. Every response token counts, masked or not.
     """
     rows = len(cu_seqlens) - 1
     lengths = response_lengths(response_mask, cu_seqlens)

@@ -1,4 +1,4 @@
-"""Finds training questions that an evaluation asks, too: MinHash LSH and exact Jaccard for texts, pHash for pictures (SPEC 5.6).
+"""Finds training questions that an evaluation asks, too: MinHash LSH and exact Jaccard for texts, pHash for pictures.
 
 Candidates come from 25 bands of 5 rows, which let a pair of Jaccard 0.8 slip with probability 5e-5; every candidate is then
 compared exactly. Pictures are duplicates within a Hamming distance of 64-bit perceptual hashes; clips only as equal files.

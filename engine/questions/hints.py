@@ -1,4 +1,4 @@
-"""The hint cache: what a teacher wrote about questions ahead of training, a JSONL or Parquet file (SPEC 5.1).
+"""The hint cache: what a teacher wrote about questions ahead of training, a JSONL or Parquet file.
 
 A row is ``{"id": "q17", "caption": …, "visual": …, "reasoning": …}``; every part but the id may be missing, other fields
 (teacher, version of the prompts) travel along unread. Several rows may tell parts of one question; of one part the last counts.

@@ -4,7 +4,7 @@ A row is either short::
 
     {"question": "What is 17 + 25?", "answer": 42}
 
-with optional ``id``, ``system``, ``image``/``images``, ``video``/``videos``, ``source``, ``tolerance``; or full (SPEC 1.9)::
+with optional ``id``, ``system``, ``image``/``images``, ``video``/``videos``, ``source``, ``tolerance``; or full::
 
     {"prompt": [{"role": "user", "content": "<video>\\nHow many …?"}], "videos": [{"video": "file:///a.mp4", "nframes": 140}],
      "data_source": "…", "reward_model": {"ground_truth": "42"}, "extra_info": {"question_id": "…", "tolerance": 0.0}}

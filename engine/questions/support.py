@@ -1,4 +1,4 @@
-"""Whether a picture shows what a response claims: known from the scene, or told by a file (SPEC 6.10)."""
+"""Whether a picture shows what a response claims: known from the scene, or told by a file."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""Fills the hint cache: a teacher behind an OpenAI-compatible server, or the task generator that knows the truth (SPEC 5.1).
+"""Fills the hint cache: a teacher behind an OpenAI-compatible server, or the task generator that knows the truth.
 
 The cache is a JSONL file to which one row is appended per question, so a run that was stopped goes on with the questions that
 are missing. A hint that gives the answer away is asked for again and, if it still does, left out and counted.

@@ -92,8 +92,8 @@ def extract(text: str, contract: Contract = "answer_boxed", mode: Mode = "strict
 
     Args:
         text: whole response, a pre-filled think tag included.
-        contract: shape the response should have (SPEC 2.2).
-        mode: ``strict`` (SPEC 2.3) or ``code`` (SPEC 2.4).
+        contract: shape the response should have (docs/rewards.md).
+        mode: ``strict`` or ``code`` (docs/rewards.md).
 
     Raises:
         ValueError: unknown contract or mode.

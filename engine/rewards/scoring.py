@@ -1,4 +1,4 @@
-"""What a response earns: accuracy by comparison with the reference, format by contract (SPEC 2; paper 000, Eq. 1)."""
+"""What a response earns: accuracy by comparison with the reference, format by contract (paper 000, Eq. 1)."""
 
 import functools
 import re
@@ -73,8 +73,8 @@ def score(
     Args:
         text: whole response, a pre-filled think tag included.
         answer: the reference.
-        contract: shape the response should have (SPEC 2.2).
-        mode: ``strict`` (SPEC 2.3) or ``code``, the graded format and the draft fallback of the release (SPEC 2.4).
+        contract: shape the response should have (docs/rewards.md).
+        mode: ``strict`` or ``code``, the graded format and the draft fallback of the release.
         tolerance: absolute tolerance of numbers; what is below 1e-6 counts as 1e-6.
         verifier: ``exact``, or ``math_verify`` as a last resort.
         format_term: False leaves total = accuracy.

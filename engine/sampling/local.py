@@ -18,7 +18,7 @@ from headrace.sampling.top_token import ReasoningSpans, spared_tokens
 from headrace.sampling.trace import TraceRecorder
 
 TRACE_LIMIT = 20_000
-"""Masked positions traced per call of `sample` (SPEC 4.6). Per call and not per process, so that a resumed run logs the same."""
+"""Masked positions traced per call of `sample`. Per call and not per process, so that a resumed run logs the same."""
 COMPACTION = 8
 """Finished rows leave the batch once they are an eighth of it."""
 

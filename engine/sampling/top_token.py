@@ -1,4 +1,4 @@
-"""Where the top-token mask may fire: the reasoning span, the spared tokens, the cap (SPEC 4.2, 4.3).
+"""Where the top-token mask may fire: the reasoning span, the spared tokens, the cap.
 
 The rule has three parts in three places:
 

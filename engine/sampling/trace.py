@@ -1,4 +1,4 @@
-"""Records of what the mask removed (SPEC 4.6: Table 9 and Figure 8)."""
+"""Records of what the mask removed (paper 000, Table 9 and Figure 8)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How a group is drawn: one free wave, or Confidence-Gated Exploration's two (SPEC 4.1).
+"""How a group is drawn: one free wave, or Confidence-Gated Exploration's two.
 
     wave 1 (free) -> score -> all accuracies equal? -> wave 2 (under the top-token mask, or free) -> score -> group
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO; SPEC 7.2): only groups with some right and some wrong answers train."""
+"""Dynamic sampling (DAPO): only groups with some right and some wrong answers train."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Groups without contrast: how many there are, and how many chance alone would make (SPEC 5.5; paper 001, Eq. 4)."""
+"""Groups without contrast: how many there are, and how many chance alone would make (paper 001, Eq. 4)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum

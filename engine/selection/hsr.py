@@ -1,4 +1,4 @@
-"""Hybrid Stratified Replay: groups reassembled by outcome and path entropy (SPEC 5.3, 5.4; paper 001, phases 1 and 2).
+"""Hybrid Stratified Replay: groups reassembled by outcome and path entropy (paper 001, phases 1 and 2).
 
 Half of a group's places are structured: surprising right answers (epiphanies), confident right ones (anchors) and confident
 wrong ones (hard negatives). The rest is drawn from the question's own rollouts except surprising wrong ones (noise). A rollout
@@ -157,7 +157,7 @@ class _Assembled:
 
 
 def assemble_groups(groups: Sequence[Group], config: HSRConfig, seed: int) -> tuple[list[Group], dict[str, float]]:
-    """The groups of one global batch, reassembled, and the metrics of SPEC 5.5.
+    """The groups of one global batch, reassembled, and the metrics of it.
 
     Every group keeps its size, question and wave labels. Copies of a rollout are the same object; one taken in from another
     question carries its own ``prompt``. Groups with fewer than two usable rollouts stay as they are. A question draws from

@@ -1,4 +1,4 @@
-"""Potential-aware query mining: what to do about questions that are always or never solved (SPEC 5.1; paper 001, phase 0).
+"""Potential-aware query mining: what to do about questions that are always or never solved (paper 001, phase 0).
 
     pilot group ─► all right: trivial, kept by lot
                 ├► mixed: distillation, trains as it is

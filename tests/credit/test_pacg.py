@@ -1,4 +1,4 @@
-"""Gates from persistence: EX-6.4 to EX-6.8, invalid claims, and what may never happen (SPEC 10.8)."""
+"""Gates from persistence: EX-6.4 to EX-6.8, invalid claims, and what may never happen."""
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def surrogate(ratio: float, gate_value: float) -> tuple[float, float]:
 
 @given(st.floats(0.05, 20), st.floats(0.3, 1))
 def test_a_gate_scales_the_gradient_and_keeps_the_branch_of_the_clip(ratio: float, value: float) -> None:
-    """SPEC 6.6; the most a token's objective can lose is (1 - floor) A (1 + clip_high)."""
+    """The most a token's objective can lose is (1 - floor) A (1 + clip_high)."""
     (whole, slope), (gated, gated_slope) = surrogate(ratio, 1.0), surrogate(ratio, value)
     assert gated_slope == pytest.approx(value * slope, rel=1e-12)
     assert (gated_slope == 0) == (slope == 0) == (ratio > 1.28)

@@ -29,7 +29,6 @@ def test_ex_7_2_trajectory_scale() -> None:
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=40))
 def test_scales_have_mean_one(means: list[float]) -> None:
-    """SPEC 10.9."""
     scales = trajectory_scale(means)
     assert scales.mean() == pytest.approx(1, abs=1e-6)
     assert scales.min() >= 0.9

@@ -1,4 +1,4 @@
-"""SPEC 4.5 to 4.7: what the groups of a step say, by worked number."""
+"""What the groups of a step say, by worked number."""
 
 import math
 from dataclasses import replace
@@ -129,7 +129,7 @@ def test_empty_step_has_counts_only():
 
 
 def test_format_variance_alone_does_not_count_as_restored():
-    """SPEC 4.7 and EX-3.4: accuracy variance decides, although such a group has a gradient."""
+    """EX-3.4: accuracy variance decides, although such a group has a gradient."""
     base = group([0, 0], [0, 0])
     first = base.rollouts[0]
     assert first.reward is not None

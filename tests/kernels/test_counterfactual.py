@@ -1,4 +1,4 @@
-"""Divergences between two hidden streams: SPEC EX-6.3 and the full-matrix form."""
+"""Divergences between two hidden streams: EX-6.3 and the full-matrix form."""
 
 import math
 

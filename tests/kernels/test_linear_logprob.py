@@ -88,7 +88,7 @@ def test_tied_weights_get_both_gradients(oracle):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grad", [False, True])
 def test_narrow_inputs_keep_fp32_logits(dtype, grad, oracle, implementation, monkeypatch):
-    """DESIGN contract 6: the log-prob of narrow inputs is as good as that of the same values in fp32."""
+    """The log-prob of narrow inputs is as good as that of the same values in fp32."""
     monkeypatch.setattr("headrace.kernels.gemm.WIDEN_ROWS", 16)
     hidden, weight, targets = batch(dtype=dtype, scale=4.0)
     wide = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -268,7 +268,7 @@ def test_bad_input_is_named(change, message):
 
 
 def test_no_logits_matrix(monkeypatch):
-    """DESIGN contract 5: the largest scratch buffer does not grow with T · V."""
+    """The largest scratch buffer does not grow with T · V."""
     sizes = []
     original = Head.buffer
     monkeypatch.setattr(Head, "buffer", lambda self, elements: sizes.append(elements) or original(self, elements))

@@ -84,7 +84,7 @@ def test_against_the_oracle(spec, make_batch, oracle, implementation):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_accumulate_in_fp32(dtype, make_batch, implementation):
-    """DESIGN: dW relative error at most 2.5e-3 however many chunks add to it."""
+    """dW relative error at most 2.5e-3 however many chunks add to it."""
     b = make_batch(tokens=200, dtype=dtype)
     _, grad_hidden, grad_weight = fused(b, SPECS["everything"], implementation, 3, cu_seqlens=None)
     b.hidden, b.weight = b.hidden.double(), b.weight.double()

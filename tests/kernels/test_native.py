@@ -72,7 +72,7 @@ def test_statistics(columns):
 @pytest.mark.parametrize("spread", [0.1, 1.0, 10.0, 60.0])
 @pytest.mark.parametrize("shift", [0.0, -1000.0, 1000.0])
 def test_accuracy_at_a_real_vocabulary(spread, shift):
-    """DESIGN: at most 1e-5 nat on given fp32 logits, whatever is added to all of them."""
+    """At most 1e-5 nat on given fp32 logits, whatever is added to all of them."""
     logits = torch.randn(3, 151_936) * spread + shift
     logits[1, 70_000] += 12 * spread
     targets, heat = torch.tensor([5, 70_000, 151_935]), torch.ones(3)

@@ -1,4 +1,4 @@
-"""The loss over given log-probs: SPEC 3.2, 4.4, 6.6, 6.7, 7.3 by number, derivatives, poisoned rows, metrics."""
+"""The loss over given log-probs: worked numbers, derivatives, poisoned rows, metrics."""
 
 import math
 
@@ -250,7 +250,7 @@ def test_rows_that_do_not_count_are_never_read(kind, poison, make_batch, impleme
 
 
 def test_extreme_log_ratios_stay_finite(implementation):
-    """SPEC 3.2: ±20 nats, k3 at most 10; beyond them constant."""
+    """Log-ratios are clamped to ±20 nats and k3 to 10; beyond them the loss is constant."""
     old = torch.tensor([-500.0, -1.0, -30.0, -1.0])
     logprobs = torch.tensor([-1.0, -500.0, -1.0, -40.0], requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0])

@@ -1,4 +1,4 @@
-"""The top-token mask and the sampler: SPEC EX-4.2 to 4.4, 4.7, certainty, noise and its distribution."""
+"""The top-token mask and the sampler: EX-4.2 to 4.4, 4.7, certainty, noise and its distribution."""
 
 import math
 
@@ -132,7 +132,7 @@ def test_any_vocabulary(vocabulary, implementation):
 
 
 def test_guards(implementation):
-    """SPEC 4.2: not eligible, nothing else finite, spared, banned."""
+    """Not eligible, nothing else finite, spared, banned."""
     certain = torch.tensor([[0.0, 30, 1, 2]])
     assert not mask(certain.clone(), eligible=~YES, implementation=implementation).fired
     assert not mask(certain.clone(), 1.0, implementation=implementation).fired  # p* > 1 never holds

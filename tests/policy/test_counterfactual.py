@@ -193,7 +193,7 @@ def test_a_picture_that_its_degradation_leaves_alone_judges_nothing(model: Path,
 
 
 def test_the_surprisal_penalty_lowers_the_surprisal_of_drawn_tokens(model: Path, batch: StepBatch) -> None:
-    """SPEC 6.7: + c mean(-log p) over all response tokens; a penalty, not a bonus."""
+    """+ c mean(-log p) over all response tokens; a penalty, not a bonus."""
     still = replace(batch, advantages=np.zeros_like(batch.advantages))
     learner = make_learner(make_config(model, loss={"surprisal_coef": 0.1}, optimizer={"learning_rate": 1e-3, "warmup_steps": 0}))
     before = score_batch(learner.policy, still, BANNED, 10**6, CPU).logprobs[still.response_mask]

@@ -274,7 +274,7 @@ def test_weights_of_a_row_without_response_are_zero():
 
 
 def test_a_rollout_of_another_question_keeps_its_own_prompt_and_pictures():
-    """HSR over the whole batch (SPEC 5.4): each donor keeps its own prompt in the forward pass."""
+    """HSR over the whole batch: each donor keeps its own prompt in the forward pass."""
     here = make_group([make_rollout(0, [-1.0])], [1.0], prompt=(1, 2, 3), name="here")
     there = make_group([make_rollout(0, [-2.0, -2.0])], [1.0], prompt=(4, 5), name="there", media=(Media("image", "there.png"),))
     gone = make_group([], [], prompt=(6,), name="gone")

@@ -70,7 +70,7 @@ def assert_same(first, second):
 @given(seed=st.integers(0, 10**6), budget=st.integers(1, 120), order=st.integers(0, 10**6), zero=st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
 def test_loss_and_gradient_do_not_depend_on_the_split(learners, name, seed, budget, order, zero):
-    """DESIGN contract 2: micro-batch size and packing order change nothing."""
+    """Micro-batch size and packing order change nothing."""
     learner = learners[name]
     batch = random_batch(seed, learner.config.loss, zero_groups=zero)
     whole = gradients(learner, batch, plan_of(learner, batch, 10**6))
@@ -109,7 +109,7 @@ def test_rows_without_advantage_cost_no_gradient_and_change_nothing(learners):
 
 
 def test_a_masked_token_has_no_gradient_and_what_follows_it_does(learners):
-    """SPEC 10.3: only the masked position itself leaves the loss."""
+    """Only the masked position itself leaves the loss."""
     learner = learners["ppo"]
     batch = random_batch(6, learner.config.loss, groups=1, size=1, longest=9)
     response = np.flatnonzero(batch.response_mask)
@@ -133,7 +133,7 @@ def test_a_masked_token_has_no_gradient_and_what_follows_it_does(learners):
 
 
 def test_masked_tokens_keep_their_kl_and_entropy_terms(model):
-    """DESIGN contract 12: regularisers see every response token, the ratio metrics do not."""
+    """Regularisers see every response token, the ratio metrics do not."""
     learner = moved(make_learner(make_config(model, loss={"kl_coef": 0.5, "entropy_coef": 0.1})))
     batch = random_batch(7, learner.config.loss)
     flat = replace(batch, advantages=np.zeros_like(batch.advantages))
@@ -168,7 +168,7 @@ def test_metrics_say_what_happened(model):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_entropy_and_reference_kl_cover_every_response_token(model, parts):
-    """SPEC 4.4: masked positions leave the surrogate, not these; however many optimizer steps the batch is dealt to."""
+    """Masked positions leave the surrogate, not these; however many optimizer steps the batch is dealt to."""
     config = make_config(model, loss={"kl_coef": 0.1}, learner={"updates_per_batch": parts}, optimizer={"learning_rate": 1e-12})
     learner = moved(make_learner(config))
     batch = random_batch(15, config.loss)

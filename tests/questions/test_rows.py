@@ -26,7 +26,7 @@ def write(folder: Path, *rows: Any, name: str = "data.jsonl") -> Path:
 
 
 def full_row(**changes: Any) -> dict[str, Any]:
-    """A row as SPEC 1.9 has it."""
+    """A row in the full form."""
     row = {
         "prompt": [{"role": "system", "content": "Think.\r\n\tThen <answer>.  "}, {"role": "user", "content": "<video>\nHow many?"}],
         "images": [],

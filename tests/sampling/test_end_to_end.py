@@ -1,4 +1,4 @@
-"""Waves over the real local engine: a gated run is its plain parent but for what the mask draws (SPEC 10.1)."""
+"""Waves over the real local engine: a gated run is its plain parent but for what the mask draws."""
 
 import asyncio
 from collections.abc import Sequence

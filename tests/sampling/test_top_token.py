@@ -1,4 +1,4 @@
-"""The mask rule: span, spared tokens, cap (SPEC 4.2, 4.3) and the mask's arithmetic through the kernels."""
+"""The mask rule: span, spared tokens, cap and the mask's arithmetic through the kernels."""
 
 from dataclasses import dataclass, field
 

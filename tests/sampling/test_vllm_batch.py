@@ -109,7 +109,7 @@ def test_the_cap_counts_a_position_once_however_often_it_is_computed(batch: Batc
 
 
 def test_a_preempted_request_keeps_its_count_and_its_span(batch: Batch, tiny: Tiny) -> None:
-    """SPEC 4.7. Meanwhile another request takes the row; the old one returns in another row with another list."""
+    """Meanwhile another request takes the row; the old one returns in another row with another list."""
     first = asking(cap=2)
     output: list[int] = []
     batch.update([(0, first, output)])

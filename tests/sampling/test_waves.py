@@ -1,4 +1,4 @@
-"""Two waves, the trigger and the control arm (SPEC 4.1, 4.7, 10.1), with fakes for engine and scorer."""
+"""Two waves, the trigger and the control arm, with fakes for engine and scorer."""
 
 import asyncio
 from collections.abc import Sequence

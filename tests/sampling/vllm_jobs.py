@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 MIX, GAIN = 3.0, 22.0
 """Sharp enough for p* > 0.95 at a tenth of the positions, soft enough that two fp32 programs agree."""
 NATS = 6e-5
-"""What may be lost (DESIGN §2.4); on this model it covers vLLM against transformers in fp32, too."""
+"""What may be lost on the way; on this model it covers vLLM against transformers in fp32, too."""
 # Seeds and chunked prefill do not go together on a CPU (vLLM 0.32: "CPU Generator does not use offset").
 ENGINE = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 

@@ -1,4 +1,4 @@
-"""What became of every video and question, what it cost, and Table 6 of the corpus (SPEC 1.10)."""
+"""What became of every video and question, what it cost, and Table 6 of the corpus."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

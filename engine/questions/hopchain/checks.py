@@ -1,4 +1,4 @@
-"""Checks by code of what the writer wrote (SPEC 1.7): each failure drops the candidate at once."""
+"""Checks by code of what the writer wrote: each failure drops the candidate at once."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From kept questions to rows: at most two a video, the held-out split, the gates (SPEC 1.9)."""
+"""From kept questions to rows: at most two a video, the held-out split, the gates."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

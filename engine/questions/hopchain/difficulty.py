@@ -1,4 +1,4 @@
-"""The base policy of the difficulty filter, behind any engine (SPEC 1.8)."""
+"""The base policy of the difficulty filter, behind any engine."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Video files in and out: what a container holds, the proxy that the policy sees, the frames of a shot, scenes (SPEC 1.2, 1.3)."""
+"""Video files in and out: what a container holds, the proxy that the policy sees, the frames of a shot, scenes."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""The judge's reply, and the loop of judging and rewriting (SPEC 1.7)."""
+"""The judge's reply, and the loop of judging and rewriting."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""From captions to questions: written and checked, judged and rewritten, filtered by the base policy (SPEC 1.6 to 1.8)."""
+"""From captions to questions: written and checked, judged and rewritten, filtered by the base policy."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The held-out split: one question of each chosen video, stratified on three axes at once (SPEC 1.9)."""
+"""The held-out split: one question of each chosen video, stratified on three axes at once."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -63,7 +63,7 @@ class Caption(Record):
 
 
 class Specification(Record):
-    """What a question has to be, drawn before it is written (SPEC 1.5)."""
+    """What a question has to be, drawn before it is written."""
 
     video_id: str
     index: int

@@ -1,4 +1,4 @@
-"""The question's text, from its hop records alone: judge, difficulty filter and row read the same words (SPEC 1.9)."""
+"""The question's text, from its hop records alone: judge, difficulty filter and row read the same words."""
 
 from collections.abc import Sequence
 

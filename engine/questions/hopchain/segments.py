@@ -1,4 +1,4 @@
-"""Scenes to shots of 2 to 10 seconds (SPEC 1.3)."""
+"""Scenes to shots of 2 to 10 seconds."""
 
 from collections.abc import Sequence
 from itertools import pairwise

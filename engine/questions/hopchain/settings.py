@@ -23,7 +23,7 @@ class FilesConfig(Model):
 
 
 class WorldConfig(Model):
-    """Videos made from scripts, whose truth is known (SPEC 1.12)."""
+    """Videos made from scripts, whose truth is known."""
 
     kind: Literal["scripted"]
     count: int = Field(64, ge=1, le=1_000_000)
@@ -165,7 +165,7 @@ class DifficultyConfig(Model):
 
 
 class HeldOutConfig(Model):
-    """One question per video, stratified on three axes (SPEC 1.9)."""
+    """One question per video, stratified on three axes."""
 
     size: int = Field(1000, ge=0)
     """Questions; fewer where the corpus has too few videos."""

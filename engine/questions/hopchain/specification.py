@@ -1,4 +1,4 @@
-"""What a question has to be, drawn by code before anything is written (paper 000 §2; SPEC 1.5)."""
+"""What a question has to be, drawn by code before anything is written (paper 000 §2)."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

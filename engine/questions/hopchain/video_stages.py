@@ -1,4 +1,4 @@
-"""From a file to captions: admission with the proxy, shots, one caption per shot (SPEC 1.2 to 1.4)."""
+"""From a file to captions: admission with the proxy, shots, one caption per shot."""
 
 from collections.abc import Sequence
 

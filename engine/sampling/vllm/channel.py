@@ -66,7 +66,7 @@ class RequestArguments(BaseModel):
     filter: Literal["none", "lexical"] = "none"
     cap: int = Field(16_384, ge=0, lt=1 << 24)
     inside: bool = False
-    """The prompt ends in a pre-filled opening think tag; nothing else of the prompt counts (SPEC 4.3)."""
+    """The prompt ends in a pre-filled opening think tag; nothing else of the prompt counts."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Here and not in vLLM's own field: vLLM's top-p, asked by one request, cuts the spare rows of all others in the batch."""
     top_k: int = Field(0, ge=0, lt=1 << 24)

@@ -1,4 +1,4 @@
-"""Checks by code (SPEC 1.7), on the paper's Figure 2."""
+"""Checks by code, on the paper's Figure 2."""
 
 from typing import Any
 

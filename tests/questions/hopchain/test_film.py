@@ -1,4 +1,4 @@
-"""Video files: proxies, scenes, frames of a shot, and files that are none (SPEC 1.2, 1.3)."""
+"""Video files: proxies, scenes, frames of a shot, and files that are none."""
 
 import io
 from pathlib import Path

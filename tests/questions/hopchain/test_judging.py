@@ -1,4 +1,4 @@
-"""The loop of judging and rewriting, and the judge's replies (SPEC 1.7, 1.8)."""
+"""The loop of judging and rewriting, and the judge's replies."""
 
 import asyncio
 import json

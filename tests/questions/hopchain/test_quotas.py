@@ -1,4 +1,4 @@
-"""The stratified draw of the held-out split (SPEC 1.9)."""
+"""The stratified draw of the held-out split."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,4 @@
-"""The question's text from its hops (SPEC 1.9)."""
+"""The question's text from its hops."""
 
 from headrace.questions.hopchain.records import Hop, Specification
 from headrace.questions.hopchain.render import render

@@ -1,4 +1,4 @@
-"""Scenes to shots (SPEC 1.3)."""
+"""Scenes to shots."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Specifications: distinct totals, the draws and their shares (SPEC 1.5)."""
+"""Specifications: distinct totals, the draws and their shares."""
 
 from collections import Counter
 from itertools import product

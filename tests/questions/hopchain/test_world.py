@@ -1,4 +1,4 @@
-"""The scripted world: what it shows is what its script says, its judge finds every fault that its writer builds in (SPEC 1.12)."""
+"""The scripted world: what it shows is what its script says, its judge finds every fault that its writer builds in."""
 
 import json
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""A small world whose videos are made from scripts, so that the truth of every hop is known (SPEC 1.12)."""
+"""A small world whose videos are made from scripts, so that the truth of every hop is known."""
