@@ -40,8 +40,8 @@ class ServerRouterConfig(Model):
     """Base of the API, such as ``http://127.0.0.1:8000/v1``."""
     model: str
     """Name the server knows the model by."""
-    api_key_variable: str | None = None
-    """Environment variable that holds the key; None sends none."""
+    key_variable: str | None = None
+    """Environment variable that holds the API key; None sends none."""
     concurrency: int = Field(64, ge=1)
     """Requests under way at once."""
     timeout: float = Field(60.0, gt=0)

@@ -132,10 +132,10 @@ class ServerRouter:
 
     def __init__(self, config: ServerRouterConfig) -> None:
         headers = {}
-        if config.api_key_variable is not None:
-            key = os.environ.get(config.api_key_variable)
+        if config.key_variable is not None:
+            key = os.environ.get(config.key_variable)
             if not key:
-                raise ValueError(f"credit.pacg.router.api_key_variable: the environment has no {config.api_key_variable}")
+                raise ValueError(f"credit.pacg.router.key_variable: the environment has no {config.key_variable}")
             headers["Authorization"] = f"Bearer {key}"
         self.config = config
         self._instructions = files("headrace.credit").joinpath("prompts/claims.md").read_text(encoding="utf-8")

@@ -62,11 +62,11 @@ def test_the_server_sees_picture_question_and_response_and_no_answer(question: Q
 def test_the_key_comes_from_the_environment(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "k1")
     with serving(lambda number, request: completion({"spans": []})) as server:
-        ask(server.url, question, api_key_variable="MY_KEY")
+        ask(server.url, question, key_variable="MY_KEY")
     assert server.headers[0]["Authorization"] == "Bearer k1"
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ValueError, match="the environment has no MY_KEY"):
-        ServerRouter(ServerRouterConfig(kind="server", url="http://x", model="m", api_key_variable="MY_KEY"))
+        ServerRouter(ServerRouterConfig(kind="server", url="http://x", model="m", key_variable="MY_KEY"))
 
 
 @pytest.mark.parametrize("wrap", ["{}", "```json\n{}\n```", "```\n{}\n```", "<think>hm, {{}}</think>\n{}", "  {}\n"])
