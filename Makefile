@@ -14,7 +14,7 @@ venv: $(READY)
 $(READY): setup.py pyproject.toml $(wildcard constraints/*.txt) $(wildcard csrc/*.cpp csrc/*/*)
 	@echo "Setting up $(VENV): about 3 GB, some minutes in which pip prints nothing"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) pip setuptools wheel pybind11 torch
+	$(PIP) pip setuptools wheel pybind11 numpy torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) -r constraints/cpu-triton.txt
 	$(PIP) --no-build-isolation -e ".[demo,dev,lora,scale,decontaminate$$($(BIN)/python -c "$(CPU_VLLM)")]"
 	$(PIP) --no-deps torchvision
