@@ -23,7 +23,7 @@ async def drawing(config: Config, directory: Path, encoder: Encoder) -> AsyncIte
         from headrace.sampling.vllm.client import VLLMEngine
 
         servers = await asyncio.to_thread(start_servers, config, config.engine, directory, encoder, None)
-        engine = VLLMEngine(servers.urls, encoder, config.engine, version=lambda: 0)
+        engine = VLLMEngine(servers.urls, encoder, config.engine)
         try:
             yield engine
         finally:

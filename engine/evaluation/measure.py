@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import Config, RewardConfig
+from headrace.config import Config, ConfigError, RewardConfig
 from headrace.encoding import Encoder
+from headrace.questions.sets import QuestionSet, stops_at_bad_rows
 from headrace.records import Engine, Prompt, Rollout, SampleRequest, SamplingParameters, Scorer
 from headrace.rewards import extract
 from headrace.rewards.scoring import number
@@ -35,6 +36,28 @@ def pass_at(right: int, total: int, k: int) -> float:
 def sizes(samples: int) -> list[int]:
     """The k of pass@k: powers of two up to the number of samples, and that number."""
     return sorted({2**power for power in range(samples.bit_length())} | {samples})
+
+
+def held_out_prompts(questions: QuestionSet, encoder: Encoder, config: Config) -> tuple[list[Prompt], list[str]]:
+    """The first ``evaluation.questions`` that can be put to the model, and why others before them cannot.
+
+    Raises:
+        ValueError: one cannot and bad rows are to stop the run, or none can.
+    """
+    prompts: list[Prompt] = []
+    left_out: list[str] = []
+    for index in range(len(questions)):
+        if len(prompts) == config.evaluation.questions:
+            break
+        try:
+            prompts.append(encoder.encode(questions.question(index)))
+        except ValueError as error:
+            if stops_at_bad_rows(config.questions.held_out):
+                raise
+            left_out.append(str(error))
+    if not prompts:
+        raise ConfigError(f"none of the {len(questions)} held-out questions can be put to the model; the first: {left_out[0]}")
+    return prompts, left_out
 
 
 def _room(prompt: Prompt, config: Config) -> int:

@@ -17,10 +17,10 @@ from headrace.config import Config, ConfigError, RowsSource, VLLMEngineConfig
 from headrace.drawing import drawing
 from headrace.encoding import Encoder
 from headrace.evaluation.job import Job
-from headrace.evaluation.measure import answer
+from headrace.evaluation.measure import answer, held_out_prompts
 from headrace.files import whole_lines
 from headrace.journal.store import make_folder, write_text
-from headrace.questions.sets import QuestionSet, load, stops_at_bad_rows
+from headrace.questions.sets import QuestionSet, load
 from headrace.records import Prompt
 from headrace.rewards.pool import ScoringPool
 from headrace.run_folder import lock
@@ -56,7 +56,7 @@ def run(job: Job, *, fresh: bool = False, progress: Progress = lambda *_: None) 
         source = job.config.questions.held_out
         assert source is not None
         questions = load(source, job.config.run.seed, "held_out")
-        prompts, left_out = _encoded(questions, encoder, job.config)
+        prompts, left_out = held_out_prompts(questions, encoder, job.config)
         done = _rows(job.folder / "rows.jsonl")
         missing = [prompt for prompt in prompts if prompt.question.id not in done]
         if missing:
@@ -109,24 +109,6 @@ def fingerprint(directory: Path) -> str:
             file.seek(max(0, path.stat().st_size - _SAMPLED_BYTES))
             digest.update(file.read(_SAMPLED_BYTES))
     return digest.hexdigest()
-
-
-def _encoded(questions: QuestionSet, encoder: Encoder, config: Config) -> tuple[list[Prompt], list[str]]:
-    """Prompts, and why the other questions have none."""
-    prompts: list[Prompt] = []
-    left_out: list[str] = []
-    for index in range(len(questions)):
-        if len(prompts) == config.evaluation.questions:
-            break
-        try:
-            prompts.append(encoder.encode(questions.question(index)))
-        except ValueError as error:
-            if stops_at_bad_rows(config.questions.held_out):
-                raise
-            left_out.append(str(error))
-    if not prompts:
-        raise ConfigError(f"none of the {len(questions)} questions can be put to the model; the first: {left_out[0]}")
-    return prompts, left_out
 
 
 def _rows(path: Path) -> dict[str, Row]:

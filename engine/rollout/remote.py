@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 
 _START_SECONDS = 600.0
 """Longest wait for the process to have read its questions."""
-
-
 _SILENCE_SECONDS = 120.0
 """A process whose event loop answers nothing for that long hangs. Reading a long clip may block it for seconds."""
 

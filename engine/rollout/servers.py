@@ -23,7 +23,8 @@ from headrace.records import EngineDown
 from headrace.sampling.vllm.channel import write_settings
 from headrace.sampling.vllm.check import check_servers
 from headrace.sampling.vllm.control import Control
-from headrace.sampling.vllm.server import LOOPBACK, Server, Supervisor
+from headrace.sampling.vllm.server import LOOPBACK, Server
+from headrace.sampling.vllm.supervisor import Supervisor
 from headrace.starting_model import encoder_of
 
 _POLL_SECONDS = 1.0

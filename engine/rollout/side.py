@@ -10,10 +10,10 @@ from headrace.config import Config, SamplingConfig
 from headrace.controller import Controller, Drawn, fate
 from headrace.credit.routing import ClaimRouting
 from headrace.encoding import Encoder
-from headrace.evaluation.measure import evaluate
+from headrace.evaluation.measure import evaluate, held_out_prompts
 from headrace.questions.hints import hints_for
 from headrace.questions.ledger import Key, Ledger
-from headrace.questions.sets import QuestionSet, stops_at_bad_rows
+from headrace.questions.sets import QuestionSet
 from headrace.records import Engine, EngineDown, Group, Prompt, Question, Reward
 from headrace.rewards.pool import ScoringPool
 from headrace.rollout.admission import Admission
@@ -93,7 +93,11 @@ class OwnRollouts:
 
     def __init__(self, config: Config, sides: "Sides", engine: Engine, encoder: Encoder, warn: Callable[[str], None]) -> None:
         self._config, self._engine, self._encoder = config, engine, encoder
-        self._held_out = [] if sides.held_out is None else _encoded(sides.held_out, encoder, config, warn)
+        self._held_out: list[Prompt] = []
+        if sides.held_out is not None:
+            self._held_out, left_out = held_out_prompts(sides.held_out, encoder, config)
+            for reason in left_out[:1]:
+                warn(f"{len(left_out)} held-out questions left out; the first: {reason}")
         self._scorer = ScoringPool(config.reward, reward=sides.reward, verify=getattr(sides.train, "verify", None))
         self._admission = Admission(config, sides.train, encoder, Ledger(len(sides.train), config.run.seed))
         self._routing = ClaimRouting(config.credit, encoder, config.sampling.group_size)
@@ -180,28 +184,3 @@ class Sides:
     train: QuestionSet
     held_out: QuestionSet | None
     reward: RewardFunction | str | None
-
-
-def _encoded(questions: QuestionSet, encoder: Encoder, config: Config, warn: Callable[[str], None]) -> list[Prompt]:
-    """The first held-out questions that can be encoded, as many as are evaluated; one line tells how many could not.
-
-    Raises:
-        ValueError: one cannot and bad rows are to stop the run, or none can.
-    """
-    wanted, stops = config.evaluation.questions, stops_at_bad_rows(config.questions.held_out)
-    prompts: list[Prompt] = []
-    faults: list[ValueError] = []
-    for index in range(len(questions)):
-        if len(prompts) == wanted:
-            break
-        try:
-            prompts.append(encoder.encode(questions.question(index)))
-        except ValueError as error:
-            if stops:
-                raise
-            faults.append(error)
-    if faults and not prompts:
-        raise faults[0]
-    if faults:
-        warn(f"{len(faults)} held-out questions left out; the first: {faults[0]}")
-    return prompts

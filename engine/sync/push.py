@@ -30,10 +30,8 @@ from headrace.sync.shared_memory import SharedMemoryTransport
 from headrace.sync.source import NamedWeights, WeightSource
 
 TRANSPORTS: dict[str, Callable[[WeightSource, int, float], Any]] = {"nccl": NcclTransport, "shm": SharedMemoryTransport}
-WORKER_EXTENSION = "headrace.sync.worker.Extension"
 DEADLINE = 600.0
 """Seconds any one thing may take on the servers."""
-
 QUEUE_SECONDS = 0.02
 """Time for the canary to enter the queue. One that comes later waits for a free place on a busy server, and is right all the same."""
 

@@ -14,7 +14,8 @@ from headrace.config import VLLMEngineConfig
 from headrace.sampling.vllm.channel import write_settings
 from headrace.sampling.vllm.client import VLLMEngine
 from headrace.sampling.vllm.control import Control
-from headrace.sampling.vllm.server import Server, Supervisor
+from headrace.sampling.vllm.server import Server
+from headrace.sampling.vllm.supervisor import Supervisor
 from tests.sampling.tiny_policy import Tiny, build
 
 CONTEXT = 512

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from headrace.config import ConfigError, VLLMEngineConfig
-from headrace.records import Completion
+from headrace.records import Completion, EngineDown
 from headrace.sampling.vllm import fleet, launch
 from headrace.sampling.vllm import server as module
 from headrace.sampling.vllm.client import VLLMEngine
-from headrace.sampling.vllm.faults import EngineDown, NotStarted
-from headrace.sampling.vllm.server import Server, Supervisor
+from headrace.sampling.vllm.server import NotStarted, Server
+from headrace.sampling.vllm.supervisor import Supervisor
 from tests.sampling.tiny_policy import Tiny, build
 from tests.vllm.conftest import Served
 from tests.vllm.test_client import draw, requests

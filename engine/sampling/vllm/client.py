@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,11 @@ class VLLMEngine:
     bounds each request from the moment it is sent: then it is aborted, and returns what it has.
     """
 
-    def __init__(
-        self, urls: Sequence[str], encoder: Encoder, config: VLLMEngineConfig, *, version: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, urls: Sequence[str], encoder: Encoder, config: VLLMEngineConfig) -> None:
         """Args:
         urls: ``http://host:port`` of each server.
         encoder: of the same model.
         config: bounds.
-        version: tells the parameter version that requests start under; keeps the servers' caches of different versions apart.
 
         Raises:
             ValueError: the model has no spare rows, or there is no server.
@@ -70,7 +67,7 @@ class VLLMEngine:
         if not urls:
             raise ValueError("engine: no vLLM server to draw on")
         self.urls = [url.rstrip("/") for url in urls]
-        self.encoder, self.config, self.version = encoder, config, version
+        self.encoder, self.config = encoder, config
         self._rows = spare_rows(encoder)
         self._reader = Reader(encoder, self._rows)
         self._fleet: Fleet | None = None
@@ -127,8 +124,6 @@ class VLLMEngine:
             "token_ids": prompt.token_ids.tolist(),
             "sampling_params": sampling_params(request, limit, self.encoder, self._rows),
         }
-        if self.version is not None:
-            body["cache_salt"] = str(self.version())
         home = hash((prompt.question.media, prompt.token_ids.tobytes()))
         if home not in media:
             media[home] = items(self.encoder, prompt, self._hashes)
