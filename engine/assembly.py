@@ -63,14 +63,14 @@ async def assemble(
         directory = _starting_model(config, task, parallel, journal)
         encoder = encoder_of(directory, config)
         policy = Policy.load(directory, config.model, parallel.device)
+        learner = Learner(policy, config, encoder.banned_ids, parallel, credit_rules(config.credit))
         async with AsyncExitStack() as closing:
             if isinstance(config.engine, LocalEngineConfig):
-                parts = _with_local_engine(config, parallel, journal, encoder, policy, directory, sides)
+                parts = _with_local_engine(config, parallel, journal, encoder, learner, directory, sides)
             else:
                 from headrace.rollout.start import start_remote, transferable  # brings the HTTP client, which a local run does without
 
                 given = transferable(reward, questions)
-                learner = Learner(policy, config, encoder.banned_ids, parallel)
                 weights, remote = await start_remote(config, config.engine, parallel, journal, encoder, policy, directory, given, closing)
                 parts = Parts(config, parallel, journal, encoder, policy, learner, weights, remote)
             if parts.rollouts is not None:
@@ -92,15 +92,14 @@ def _starting_model(config: Config, questions: QuestionSet | None, parallel: Par
 
 
 def _with_local_engine(
-    config: Config, parallel: Parallel, journal: Journal, encoder: Encoder, policy: Policy, directory: Path, sides: Sides
+    config: Config, parallel: Parallel, journal: Journal, encoder: Encoder, learner: Learner, directory: Path, sides: Sides
 ) -> Parts:
     """The learner draws for itself; rank 0 from a whole copy where the learner is sharded."""
     replica = Policy.load(directory, config.model, parallel.device) if parallel.is_main and parallel.world_size > 1 else None
-    learner = Learner(policy, config, encoder.banned_ids, parallel, credit_rules(config.credit))
-    weights = SharedWeights(policy, replica, parallel)
-    parts = Parts(config, parallel, journal, encoder, policy, learner, weights, None)
+    weights = SharedWeights(learner.policy, replica, parallel)
+    parts = Parts(config, parallel, journal, encoder, learner.policy, learner, weights, None)
     if parallel.is_main:
-        engine = LocalEngine(replica or policy, encoder, batch_rows=config.sampling.batch_rows, version=lambda: parts.version)
+        engine = LocalEngine(replica or learner.policy, encoder, batch_rows=config.sampling.batch_rows, version=lambda: parts.version)
         parts.rollouts = OwnRollouts(config, sides, engine, encoder, journal.warn)
     return parts
 

@@ -1,5 +1,6 @@
 """Whole runs with credit rules: claims reach the learner, an open gate is the parent to the bit; the papers' files state their numbers."""
 
+import asyncio
 import re
 import zlib
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import pytest
 import yaml
 
 import headrace
+from headrace.assembly import assemble
 from headrace.config import Config, ConfigError, load_config
+from headrace.policy.parallel import Parallel
 from headrace.records import Question
 from tests import runs
 
@@ -93,6 +96,19 @@ def test_claims_and_gates_reach_the_update(bare: Callable[..., Config]) -> None:
     assert gated != parent
     page = (bare().run_folder / "report.html").read_text(encoding="utf-8")
     assert 'id="credit"' in page
+
+
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_the_learner_has_the_rules_whatever_draws(bare: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    async def nothing_started(*_: object) -> tuple[None, None]:
+        return None, None
+
+    async def rules() -> list[str]:
+        async with assemble(bare(f"engine.kind={engine}", "credit.vppo={}"), Parallel(), None, None, fresh=False) as parts:
+            return [type(rule).__name__ for rule in parts.learner.rules]
+
+    monkeypatch.setattr("headrace.rollout.start.start_remote", nothing_started)
+    assert asyncio.run(rules()) == ["VPPO", "PACG"]
 
 
 @pytest.mark.parametrize("parent", [(), ("credit.vppo={}", "loss.surprisal_coef=0.1")])
