@@ -49,7 +49,7 @@ def test_overrides_are_yaml(minimal: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["run.stepz=3"], ["run.stepz", "Extra inputs"]),
+        (["run.stepz=3"], ["override: run.stepz: no such field; is steps meant? (got 3)"]),
         (["run.steps=many"], ["run.steps", "integer", "many"]),
         (["sampling.top_p=0.9"], ["top_p", "truncate"]),
         (["model.source.kind=gpt"], ["model.source", "scratch_text"]),

@@ -1,11 +1,13 @@
 """From a YAML file and dotted overrides to a checked configuration."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from headrace.config.base import ConfigError, Model
 from headrace.config.run import Config
@@ -65,19 +67,29 @@ def build_model(kind: type[M], tree: dict[str, Any], overrides: Iterable[str], n
     Raises:
         ConfigError: a field is unknown, missing or out of range; one line per fault.
     """
+    overridden = set()
     for override in overrides:
         dotted, equals, value = override.partition("=")
+        dotted = dotted.strip()
         if not equals:
             raise ConfigError(f"override {override!r}: expected section.field=value")
+        overridden.add(dotted)
         try:
-            _set(tree, dotted.strip(), yaml.safe_load(value))
+            _set(tree, dotted, yaml.safe_load(value))
         except yaml.YAMLError:
             raise ConfigError(f"override {override!r}: the value is not YAML") from None
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        faults = [
-            f"{name}: {'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']} (got {fault['input']!r:.80})"
-            for fault in error.errors()
-        ]
-        raise ConfigError("\n".join(faults)) from None
+        raise ConfigError("\n".join(_line(kind, fault, name, overridden) for fault in error.errors())) from None
+
+
+def _line(kind: type[Model], fault: ErrorDetails, name: str, overridden: set[str]) -> str:
+    """One fault in one line: where it is from, the field, what is wrong, and the value."""
+    field, what = ".".join(map(str, fault["loc"])) or "config", fault["msg"]
+    if fault["type"] == "extra_forbidden":
+        schema = kind.model_json_schema()
+        fields = {known for model in (schema, *schema.get("$defs", {}).values()) for known in model.get("properties", {})}
+        near = get_close_matches(str(fault["loc"][-1]), sorted(fields), n=1)
+        what = "no such field" + "".join(f"; is {known} meant?" for known in near)
+    return f"{'override' if field in overridden else name}: {field}: {what} (got {fault['input']!r:.80})"

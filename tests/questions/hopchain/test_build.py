@@ -333,7 +333,7 @@ def test_two_builds_of_one_corpus_exclude_each_other(corpus: Path) -> None:
             "the filter needs the base policy's model directory",
         ),
         ("videos: {kind: scripted}\ndraw: {profile: release, hops: {4: 1}}", "give profile or hops, not both"),
-        ("videos: {kind: scripted}\nvideo: 3", "video: Extra inputs"),
+        ("videos: {kind: scripted}\nvideo: 3", "video: no such field; is videos meant?"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:
