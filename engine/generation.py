@@ -96,19 +96,6 @@ async def _run(
     config: CorpusConfig, videos: VideoList, state: Path, threads: ThreadPoolExecutor, report: Report, models: Models | None
 ) -> Workshop:
     """Connect everything and take every video through its stages."""
-    async with AsyncExitStack() as closing:
-        return await _work(config, videos, state, threads, report, models, closing)
-
-
-async def _work(
-    config: CorpusConfig,
-    videos: VideoList,
-    state: Path,
-    threads: ThreadPoolExecutor,
-    report: Report,
-    models: Models | None,
-    closing: AsyncExitStack,
-) -> Workshop:
     proxies = config.folder / "videos"
     proxies.mkdir(exist_ok=True)
     make: Callable[[Video], None] | None = None
@@ -123,18 +110,21 @@ async def _work(
         models = models or (ScriptedModels(world) if config.models is None else None)
         if config.difficulty is not None and config.difficulty.model is None:
             solver = ScriptedSolver(config.videos.solver_skill, config.seed)
-    if models is None:
-        from headrace.questions.hopchain.served import ServedModels
+    async with AsyncExitStack() as closing:
+        if models is None:
+            from headrace.questions.hopchain.served import ServedModels
 
-        assert config.models is not None
-        served = ServedModels(config.models, config.draw.rewrite_temperature)
-        closing.push_async_callback(served.close)
-        models = served
-    if config.difficulty is not None and config.difficulty.model is not None:
-        solver = await closing.enter_async_context(base_policy(config, config.difficulty, config.difficulty.model))
-    shop = Workshop(config, models, solver, lambda candidate, proxy: _question(candidate, proxy, config), threads, proxies, report, make)
-    await work(shop, videos, state)
-    return shop
+            assert config.models is not None
+            served = ServedModels(config.models, config.draw.rewrite_temperature)
+            closing.push_async_callback(served.close)
+            models = served
+        if config.difficulty is not None and config.difficulty.model is not None:
+            solver = await closing.enter_async_context(base_policy(config, config.difficulty, config.difficulty.model))
+        shop = Workshop(
+            config, models, solver, lambda candidate, proxy: _question(candidate, proxy, config), threads, proxies, report, make
+        )
+        await work(shop, videos, state)
+        return shop
 
 
 @asynccontextmanager

@@ -96,11 +96,16 @@ def token_gates(
     form: GateForm = "A",
 ) -> Array:
     """[length] float64: the smallest gate among the claims that cover a token, 1 outside claims."""
-    gates = np.ones(length)
-    for value, claim in zip(gate(delta, margin, alpha, floor, form), claims, strict=True):
+    return _smallest(gate(delta, margin, alpha, floor, form), claims, length)
+
+
+def _smallest(gates: Array, claims: Sequence[Sequence[int] | Array], length: int) -> Array:
+    """[length]: the smallest gate of the claims that cover a token."""
+    found = np.ones(length)
+    for value, claim in zip(gates, claims, strict=True):
         places = np.asarray(claim, dtype=np.int64)
-        gates[places] = np.minimum(gates[places], value)
-    return gates
+        found[places] = np.minimum(found[places], value)
+    return found
 
 
 class PACG:
@@ -123,9 +128,7 @@ class PACG:
         judged = self._judge(batch, scores)
         gates = np.ones(len(batch.token_ids))
         for row in judged:
-            for value, claim in zip(row.gates, row.claims, strict=True):
-                places = row.span.start + claim
-                gates[places] = np.minimum(gates[places], value)
+            gates[row.span] = _smallest(row.gates, row.claims, row.span.stop - row.span.start)
         measured = measure(batch, scores, judged, gates, self._concerned(batch), self.config)
         watched = {"pacg/positive_update_mass": claim_tokens(batch, judged) & scores.own}
         refined = replace(batch, measured={**batch.measured, **measured}, watched={**batch.watched, **watched})

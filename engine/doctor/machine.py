@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from headrace.config import Config, VLLMEngineConfig
 from headrace.doctor.check import Check
+from headrace.sampling.vllm.launch import transport
 
 SHARED_MEMORY = Path("/dev/shm")
 TORCHRUN_PORT = 29500
@@ -118,8 +119,8 @@ def shared_memory(config: Config | None) -> Check:
     free = shutil.disk_usage(SHARED_MEMORY).free
     needed = 1 * _GIB
     engine = None if config is None else config.engine
-    if isinstance(engine, VLLMEngineConfig) and (engine.transport == "shm" or (engine.transport is None and not torch.cuda.is_available())):
-        needed = max(needed, 2 * engine.bucket_mib * 2**20)  # two buckets at a time
+    if isinstance(engine, VLLMEngineConfig) and transport(engine) == "shm":
+        needed = max(needed, 3 * engine.bucket_mib * 2**20)  # at most three buckets exist at a time
     found = f"{free / _GIB:.1f} GiB free in {SHARED_MEMORY}"
     advice = f"{needed / _GIB:.1f} GiB are wanted: --shm-size or --ipc=host for a container, or a smaller engine.bucket_mib"
     return Check.of("shared memory", free >= needed, found, advice, bad="fail" if free < needed / 4 else "warn")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from headrace.config import Config, Model, VLLMEngineConfig
+from headrace.config import Config, Model, VLLMEngineConfig, load_model
 from headrace.planning.devices import (
     ALL_REDUCE,
     BANDWIDTH_EFFICIENCY,
@@ -18,7 +18,7 @@ from headrace.planning.devices import (
     Device,
 )
 from headrace.planning.shape import PATCHES_PER_TOKEN, Shape, trained_parameters
-from headrace.planning.workload import Workload, read_model
+from headrace.planning.workload import Workload
 from headrace.sampling.waves import first_wave_size
 
 
@@ -65,7 +65,7 @@ class Rates(Model):
     @classmethod
     def read(cls, path: Path) -> "Rates":
         """Raises ConfigError: no such file, not YAML, or fields that do not fit."""
-        return read_model(cls, path)
+        return load_model(cls, path)
 
 
 def roofline(config: Config, shape: Shape, workload: Workload, device: Device, split: Split) -> Rates:

@@ -2,16 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from headrace.config import Config, ConfigError, Model
+from headrace.config import Config, ConfigError, Model, load_model
 from headrace.records import Array
-
-M = TypeVar("M", bound=Model)
 
 
 class Workload(Model):
@@ -46,7 +42,7 @@ class Workload(Model):
     @classmethod
     def read(cls, path: Path) -> "Workload":
         """Raises ConfigError: no such file, not YAML, or fields that do not fit."""
-        return read_model(cls, path)
+        return load_model(cls, path)
 
     def mean_response(self, first_wave: int, group: int) -> float:
         """Mean response tokens over both waves."""
@@ -65,17 +61,3 @@ class Workload(Model):
         drawn = np.exp(rng.normal(math.log(body) - self.spread**2 / 2, self.spread, count))
         drawn[rng.random(count) < self.at_limit] = max_tokens
         return np.clip(np.rint(drawn), 1, max_tokens)
-
-
-def read_model(model: type[M], path: Path) -> M:
-    """A YAML file as one of the planner's models; ConfigError with one line per fault."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return model.model_validate(tree)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML ({' '.join(str(error).split())})") from None
-    except ValidationError as error:
-        faults = [f"{path}: {'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
-        raise ConfigError("\n".join(faults)) from None
