@@ -203,7 +203,8 @@ def _tiles(run: RunData) -> list[Tile]:
         detail = f"first wave alone {first_wave.value:.0%}" if two_waves else f"of {both.total:.0f} groups"
         tiles.append(Tile("groups with a gradient", f"{both.value:.0%}", detail))
     if run.has("time/tokens_per_s"):
-        tiles.append(Tile("throughput", f"{run.mean('time/tokens_per_s'):,.0f} tokens/s", f"{run.mean('time/step'):.2f} s per step"))
+        rate = run.mean("time/tokens_per_s", weight="time/step")
+        tiles.append(Tile("throughput", f"{rate:,.0f} tokens/s", f"{run.mean('time/step'):.2f} s per step"))
     return tiles
 
 

@@ -228,13 +228,17 @@ _INSIDE = {"forward_backward": "update", "optimizer": "update"}
 
 
 def phases(run: RunData, *, beside: bool = False) -> list[tuple[str, float]]:
-    """Mean seconds of a step's phases, longest first; with ``beside``, total seconds of what runs between steps."""
+    """Mean seconds of a step's phases, longest first; with ``beside``, total seconds of what runs between steps.
+
+    What takes less than a thousandth of all of them is left out: a push that had nowhere to go.
+    """
     seconds = {}
     for name in (column.removeprefix("time/") for column in run.columns if column.startswith("time/")):
         if name not in _NOT_PHASES and name not in _INSIDE and not name.endswith("per_s") and (name in _BESIDE_STEPS) is beside:
             values = np.nan_to_num(run.column(f"time/{name}"))
             seconds[name.replace("_", " ")] = float(values.sum() if beside else values.mean())
-    return sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda item: -item[1])
+    least = 1e-3 * sum(seconds.values())
+    return sorted(((name, value) for name, value in seconds.items() if value > least), key=lambda item: -item[1])
 
 
 def cost(runs: Sequence[RunData]) -> Sheet:
@@ -249,14 +253,19 @@ def cost(runs: Sequence[RunData]) -> Sheet:
             _cost_line(f"of {phase}: {name.replace('_', ' ')} (s)", [run.mean(f"time/{name}") for run in runs])
             for name, phase in _INSIDE.items()
         ),
-        _cost_line("response tokens per second", [run.mean("time/tokens_per_s") for run in runs]),
-        _cost_line("trainer idle ratio", [run.mean("time/idle_ratio") for run in runs]),
+        _cost_line("response tokens per second", [run.mean("time/tokens_per_s", weight="time/step") for run in runs]),
+        _cost_line("trainer idle ratio", [run.mean("time/idle_ratio", weight="time/step") for run in runs]),
         _cost_line("response length (tokens)", [run.mean("len/mean") for run in runs]),
         _cost_line("share of responses at the length limit", [run.rate("len/clipped_share").value for run in runs]),
     ]
     heads = [run.name for run in runs] if len(runs) > 1 else ["mean per step"]
     shown = [line for line in lines if any(cell.text != NOTHING for cell in line.cells)]
-    return Sheet("The cost of a step", heads + (["difference"] if len(runs) == 2 else []), shown, "Means over all steps.")
+    return Sheet(
+        "The cost of a step",
+        heads + (["difference"] if len(runs) == 2 else []),
+        shown,
+        "Means over all steps; rates by the time of the steps.",
+    )
 
 
 def _cost_line(label: str, values: list[float]) -> Line:
