@@ -111,7 +111,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); expected the folder of a corpus") from None
+        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); expected the folder of a corpus") from None
 
 
 def _taken(candidate: Candidate, number: int) -> slice:

@@ -67,7 +67,7 @@ def _manifest(folder: VideoFolder, found: VideoList) -> Iterator[Video]:
     try:
         lines = folder.path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder.path}: cannot be read ({error})") from None
+        raise ValueError(f"{folder.path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     root = folder.path.absolute().parent
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -176,4 +176,6 @@ def _read(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); build the corpus with `headrace questions hopchain`") from None
+        raise ValueError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); build the corpus with `headrace questions hopchain`"
+        ) from None
