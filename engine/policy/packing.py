@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.config import LossConfig, SamplingConfig
-from headrace.records import Array, Group, Rollout, StepBatch
+from headrace.records import Array, Group, Prompt, Rollout, StepBatch
 
 ATTENTION_PARITY = 49_152
 """Row length whose attention costs as much as its projections: 12 x width, for a width of 4,096."""
@@ -29,25 +29,7 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
     Raises:
         ValueError: a group has no advantages, or a prompt or the streams of a completion do not fit together.
     """
-    rows: list[tuple[int, Rollout, float]] = []
-    prompts = [group.prompt for group in groups]
-    place_of = {id(prompt): place for place, prompt in enumerate(prompts)}
-    unscored = empty = 0
-    for position, group in enumerate(groups):
-        advantages = _group_advantages(group)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            if rollout.reward is None or rollout.failure:
-                unscored += 1
-            elif not len(rollout.completion.token_ids):
-                empty += 1
-            else:
-                own = rollout.prompt
-                if own is not None and id(own) not in place_of:
-                    place_of[id(own)] = len(prompts)
-                    prompts.append(own)
-                place = position if own is None else place_of[id(own)]
-                rows.append((place, _checked(rollout, group), float(advantage)))
-
+    rows, prompts, left_out = _rows(groups)
     prompt_lengths = np.array([len(prompts[place].token_ids) for place, _, _ in rows], dtype=np.int64)
     lengths = np.array([len(rollout.completion.token_ids) for _, rollout, _ in rows], dtype=np.int64)
     cu_seqlens = np.concatenate(([0], np.cumsum(prompt_lengths + lengths))).astype(np.int32)
@@ -85,8 +67,30 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
         questions=tuple(prompts[place].question.id for place, _, _ in rows),
         claims=tuple(rollout.claims for _, rollout, _ in rows) if any(rollout.claims is not None for _, rollout, _ in rows) else (),
         version=max((int(rollout.completion.versions.max()) for _, rollout, _ in rows), default=0),
-        left_out={"unscored": unscored, "empty": empty, "non_finite": int((~finite).sum())},
+        left_out=left_out | {"non_finite": int((~finite).sum())},
     )
+
+
+def _rows(groups: Sequence[Group]) -> tuple[list[tuple[int, Rollout, float]], list[Prompt], dict[str, int]]:
+    """What becomes a row, with the place of its prompt and its advantage; all prompts; and how many rollouts get no row, by reason."""
+    rows: list[tuple[int, Rollout, float]] = []
+    prompts = [group.prompt for group in groups]
+    place_of = {id(prompt): place for place, prompt in enumerate(prompts)}
+    left_out = {"unscored": 0, "empty": 0}
+    for position, group in enumerate(groups):
+        for rollout, advantage in zip(group.rollouts, _group_advantages(group), strict=True):
+            if rollout.reward is None or rollout.failure:
+                left_out["unscored"] += 1
+            elif not len(rollout.completion.token_ids):
+                left_out["empty"] += 1
+            else:
+                own = rollout.prompt
+                if own is not None and id(own) not in place_of:
+                    place_of[id(own)] = len(prompts)
+                    prompts.append(own)
+                place = position if own is None else place_of[id(own)]
+                rows.append((place, _checked(rollout, group), float(advantage)))
+    return rows, prompts, left_out
 
 
 def _group_advantages(group: Group) -> Array:

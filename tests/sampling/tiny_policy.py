@@ -37,13 +37,13 @@ class Tiny:
         return [self.prompt(*rng.choice(WORDS, length), name=f"q{number}") for number, length in enumerate(lengths)]
 
 
-def build(directory: Path) -> Tiny:
+def build(directory: Path, mix: float = MIX, gain: float = GAIN) -> Tiny:
     source = ScratchTextModel(kind="scratch_text", hidden=32, layers=2, heads=2)
     build_text(directory, source, WORDS, seed=5)
     policy = Policy.load(directory, ModelConfig(source=source), "cpu")
     for name, parameter in policy.model.named_parameters():
         if "layers" in name and parameter.dim() == 2:
-            parameter.data *= MIX
-    policy.model.model.norm.weight.data *= GAIN
+            parameter.data *= mix
+    policy.model.model.norm.weight.data *= gain
     encoder = Encoder.load(directory, think_prefill=True, system_prompt=None, max_prompt_tokens=512)
     return Tiny(policy, encoder, directory)

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.config import ModelConfig, ScratchTextModel
 from headrace.encoding import Encoder
 from headrace.kernels.truncation import keep_largest, keep_probable
-from headrace.policy.model import Policy
-from headrace.policy.scratch import build_text
 from headrace.records import Prompt, Question, SampleRequest, SamplingParameters, TopTokenRule
 from headrace.sampling.top_token import ReasoningSpans, spared_tokens
 from headrace.sampling.vllm.channel import Channel, decode, request_arguments, spare_rows, write_settings
+from tests.sampling import tiny_policy
 from tests.sampling.tiny_policy import WORDS, Tiny
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +30,10 @@ ENGINE = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "max_num_seqs
 
 
 def build(directory: Path) -> Tiny:
-    source = ScratchTextModel(kind="scratch_text", hidden=32, layers=2, heads=2)
-    build_text(directory, source, WORDS, seed=5)
-    policy = Policy.load(directory, ModelConfig(source=source), "cpu")
-    for name, parameter in policy.model.named_parameters():
-        if "layers" in name and parameter.dim() == 2:
-            parameter.data *= MIX
-    policy.model.model.norm.weight.data *= GAIN
-    policy.model.save_pretrained(directory)
-    encoder = Encoder.load(directory, think_prefill=True, system_prompt=None, max_prompt_tokens=512)
-    write_settings(encoder, directory / "settings.json")
-    return Tiny(policy, encoder, directory)
+    tiny = tiny_policy.build(directory, MIX, GAIN)
+    tiny.policy.model.save_pretrained(directory)
+    write_settings(tiny.encoder, directory / "settings.json")
+    return tiny
 
 
 def mixed_requests(tiny: Tiny, count: int, tokens: int) -> list[SampleRequest]:
