@@ -52,12 +52,13 @@ def score(
     """Score a bank under checkpoints and write one page; what was stopped goes on where it was (docs/diagnosis.md)."""
     import sys
 
+    from headrace.commands.bar import counting
     from headrace.diagnosis.run import diagnose
     from headrace.diagnosis.scoring import Settings
 
     settings = Settings(intervention.value, text_control, tokens)
     folder = out or Path("runs/diagnosis") / bank.stem
-    with _bar() as bar:
+    with counting() as bar:
         tasks: dict[str, Any] = {}
 
         def progress(name: str, done: int, total: int) -> None:
@@ -87,6 +88,7 @@ def build_bank(
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier bank there and start over")] = False,
 ) -> None:
     """Draw fixed responses, mark their claims with credit.pacg.router and label them, blind to who is right."""
+    from headrace.commands.bar import counting
     from headrace.diagnosis.build import Plan, build, labels_from
     from headrace.evaluation.job import prepare
 
@@ -96,19 +98,10 @@ def build_bank(
         config, (_, checkpoint) = config or checkpoint / "config.yaml", start_of(checkpoint)
 
     job = prepare(checkpoint, dataset, config=config, overrides=overrides or (), out=out.with_name(f"{out.name}.work"), credit=True)
-    with _bar() as bar:
+    with counting() as bar:
         task = bar.add_task("questions", total=None)
         plan = Plan(job, out, questions, responses, labels_from(labels))
         built = build(plan, fresh=fresh, progress=lambda done, total: bar.update(task, completed=done, total=total))
     for name, count in built.counts.items():
         print(f"{count:8,} {name}")
     print(f"bank: {out}")
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -17,9 +17,7 @@ def evaluate(
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete earlier results there and start over")] = False,
 ) -> None:
     """Evaluate; what was stopped goes on where it was (docs/evaluation.md)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from headrace.commands.bar import counting
     from headrace.evaluation import page as evaluation_page
     from headrace.evaluation.job import prepare
     from headrace.evaluation.run import run
@@ -29,8 +27,7 @@ def evaluate(
     if against is not None:
         beside = None if out is None else out.with_name(f"{out.name}--{against.resolve().name}")
         other = prepare(against, dataset, config=config, overrides=overrides or (), limit=questions, out=beside)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with counting() as bar:
         results = []
         for each in filter(None, (other, job)):
             task = bar.add_task(each.name, total=None)
