@@ -101,3 +101,18 @@ def test_reference_page_is_current() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == module.page(), "run `python docs/configuration.py`"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["engine.urls=[127.0.0.1:8000]"], r"engine\.urls: '127\.0\.0\.1:8000' is no address"),
+        (["engine.urls=[http://a:1,http://a:1/]"], "names http://a:1 twice"),
+        (["sampling.temperature=2.5"], r"sampling\.temperature = 2\.5: vLLM draws at 2 at most"),
+        (["evaluation.temperature=3"], r"evaluation\.temperature = 3: vLLM draws at 2 at most"),
+    ],
+)
+def test_what_no_server_can_do_is_said_before_one_starts(minimal: Path, overrides: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as caught:
+        load_config(minimal, ["engine.kind=vllm", *overrides])
+    assert "\n" not in str(caught.value)

@@ -42,6 +42,10 @@ class RunConfig(Model):
         return name
 
 
+_HOTTEST = 2.0
+"""Largest temperature that vLLM takes."""
+
+
 class EvaluationConfig(Model):
     questions: int = Field(128, ge=1)
     """Held-out questions."""
@@ -97,6 +101,14 @@ class Config(Model):
                 "schedule: the local engine draws with the learner's own weights, so it is always in step; staleness and "
                 "sync_interval need engine.kind = vllm"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _drawable(self) -> "Config":
+        if self.engine.kind == "vllm":
+            for section, temperature in (("sampling", self.sampling.temperature), ("evaluation", self.evaluation.temperature)):
+                if temperature > _HOTTEST:
+                    raise ValueError(f"{section}.temperature = {temperature:g}: vLLM draws at {_HOTTEST:g} at most")
         return self
 
     @model_validator(mode="after")

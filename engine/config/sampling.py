@@ -97,6 +97,17 @@ class VLLMEngineConfig(Model):
             raise ValueError("engine.urls names servers that run already; rollout_ranks start their own: give one of the two")
         return self
 
+    @model_validator(mode="after")
+    def _addresses(self) -> "VLLMEngineConfig":
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.urls: {url!r} is no address of a server; expected http://host:port")
+        names = [url.rstrip("/") for url in self.urls]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"engine.urls names {twice} twice; one push cannot go to the same server two times at once")
+        return self
+
 
 EngineConfig = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
 
