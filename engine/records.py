@@ -250,8 +250,6 @@ class StepBatch:
     """Metrics that credit rules took on the way."""
     watched: Mapping[str, Array] = field(default_factory=dict)
     """Tokens [N] bool by the metric that is to say how much positive credit reached them unclipped, per response token."""
-    version: int = 0
-    """Parameter version of the newest token."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """What could not train, by reason: ``unscored`` rollouts and ``empty`` responses have no row at all, tokens with a
     ``non_finite`` behaviour log-prob are outside ``loss_mask``."""

@@ -66,7 +66,6 @@ def build_batch(groups: Sequence[Group], loss: LossConfig, sampling: SamplingCon
         prompts=np.array([place for place, _, _ in rows], dtype=np.int32),
         questions=tuple(prompts[place].question.id for place, _, _ in rows),
         claims=tuple(rollout.claims for _, rollout, _ in rows) if any(rollout.claims is not None for _, rollout, _ in rows) else (),
-        version=max((int(rollout.completion.versions.max()) for _, rollout, _ in rows), default=0),
         left_out=left_out | {"non_finite": int((~finite).sum())},
     )
 

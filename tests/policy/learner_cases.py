@@ -24,16 +24,14 @@ BANNED = (7, 60)
 """Never drawn in these batches, left out of every softmax."""
 
 
-def make_rollout(
-    index: int, logprobs: Any, masked: Any = None, *, reward: float | None = 1.0, failure: str = "", version: int = 0, ids: Any = None
-):
+def make_rollout(index: int, logprobs: Any, masked: Any = None, *, reward: float | None = 1.0, failure: str = "", ids: Any = None):
     """A rollout with these behaviour log-probs; token ids count up from 50 unless given."""
     length = len(logprobs)
     completion = Completion(
         token_ids=np.arange(50, 50 + length, dtype=np.int32) if ids is None else np.asarray(ids, dtype=np.int32),
         logprobs=np.asarray(logprobs, dtype=np.float32),
         masked=np.zeros(length, dtype=bool) if masked is None else np.asarray(masked, dtype=bool),
-        versions=np.full(length, version, dtype=np.int32),
+        versions=np.zeros(length, dtype=np.int32),
         finish_reason="stop",
     )
     score = None if reward is None else Reward(reward, reward)

@@ -107,16 +107,14 @@ def test_ex_7_cispo_weights_of_a_packed_row():
 
 def test_streams_are_aligned_with_their_tokens():
     media = (Media("image", "a.png", max_pixels=64),)
-    group = make_group(
-        [make_rollout(0, [-0.5, -0.25], version=3), make_rollout(1, [-0.125], version=7)], [2.0, -1.0], prompt=[4, 5, 6], media=media
-    )
+    group = make_group([make_rollout(0, [-0.5, -0.25]), make_rollout(1, [-0.125])], [2.0, -1.0], prompt=[4, 5, 6], media=media)
     batch = build_batch([group], LossConfig(), SAMPLING)
     assert batch.token_ids.tolist() == [4, 5, 6, 50, 51, 4, 5, 6, 50]
     assert batch.cu_seqlens.tolist() == [0, 5, 9]
     assert batch.response_mask.tolist() == [False, False, False, True, True, False, False, False, True]
     assert batch.old_logprobs.tolist() == [0, 0, 0, -0.5, -0.25, 0, 0, 0, -0.125]
     assert batch.advantages.tolist() == [0, 0, 0, 2, 2, 0, 0, 0, -1]
-    assert (batch.prompts.tolist(), batch.version, batch.media) == ([0, 0], 7, (media, media))
+    assert (batch.prompts.tolist(), batch.media) == ([0, 0], (media, media))
     assert predicted(batch.old_logprobs).tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -0.125, 0]
 
 
