@@ -189,6 +189,20 @@ def test_a_dead_engine_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (none, some) == (0, 7)
 
 
+def test_an_engine_that_stays_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.rollout.groups.RETRY_SECONDS", 0.0)
+
+    async def run() -> None:
+        source = Ahead(Questions(), Engine(deaths=10**6).draw, always, Pace(4, 4, 1, 0))
+        try:
+            await asyncio.wait_for(source.take(4), 10)
+        finally:
+            await source.close()
+
+    with pytest.raises(EngineDown):
+        asyncio.run(run())
+
+
 def test_drawn_groups_survive_a_restart() -> None:
     async def run() -> tuple[list[str], list[str], list[str]]:
         questions, engine = Questions(), Engine()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from headrace.questions.ledger import Key
 from headrace.records import EngineDown, Group, Prompt
@@ -18,9 +18,12 @@ from headrace.schedule import deadline, fits
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Draw = Callable[[Sequence[Key], Sequence[Prompt]], Awaitable[list[Group]]]
 """Draws and scores the groups of some questions."""
 RETRY_SECONDS = 1.0
+MOST_TRIES = 6
+"""Times in a row that the engine may go down over one thing. Each may take as long as a server needs to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,21 @@ class Pace:
     """Batches of one parameter version."""
     lag: int
     """Largest number of versions by which a trained token may lag: ceil(slots / P) - 1."""
+
+
+async def while_engine_fails(work: Callable[[], Awaitable[T]], failed: Callable[[EngineDown], None]) -> T:
+    """What ``work`` gives, begun again when the engine goes down, after pauses that double.
+
+    Raises:
+        EngineDown: it went down ``MOST_TRIES`` times in a row.
+    """
+    for tried in range(1, MOST_TRIES):
+        try:
+            return await work()
+        except EngineDown as error:
+            failed(error)
+            await asyncio.sleep(RETRY_SECONDS * 2 ** (tried - 1))
+    return await work()
 
 
 class GroupSource(Protocol):
@@ -252,15 +270,14 @@ class Ahead:
         """Draw one question, again when the engine goes down."""
         if key in self._drawn:
             return self._drawn.pop(key)
+
+        def failed(error: EngineDown) -> None:
+            log.warning("question %s is drawn again: %s", prompt.question.id, error)
+            self._redrawn += 1
+
         with self._busy:
-            while True:
-                try:
-                    (group,) = await self._draw([key], [prompt])
-                    return group
-                except EngineDown as error:
-                    log.warning("question %s is drawn again: %s", prompt.question.id, error)
-                    self._redrawn += 1
-                    await asyncio.sleep(RETRY_SECONDS)
+            (group,) = await while_engine_fails(lambda: self._draw([key], [prompt]), failed)
+            return group
 
     def _finished(self, entry: _Admitted, task: asyncio.Task[Group]) -> None:
         if not task.cancelled() and task.exception() is None and not self._trains(task.result()):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace import wire
 from headrace.config import Config
+from headrace.records import EngineDown
 from headrace.rollout.messages import Answer, Call, Setup, receive, send
 from headrace.rollout.side import OwnRollouts, Rollouts, RolloutState, Sides
 from headrace.sampling.vllm.client import VLLMEngine
@@ -55,14 +56,14 @@ def _build(setup: Setup) -> OwnRollouts:
     config = Config.model_validate(setup.config)
     sides = Sides(*question_sets(config, setup.questions, needs_answers=setup.reward is None), setup.reward)
     encoder = encoder_of(Path(setup.model), config)
-    return OwnRollouts(config, sides, VLLMEngine(setup.urls, encoder, config.engine), encoder, log.warning)
+    return OwnRollouts(config, sides, VLLMEngine(setup.urls, encoder, config.engine, pushed=True), encoder, log.warning)
 
 
 async def _handle(rollouts: Rollouts, call: Call, writer: asyncio.StreamWriter) -> None:
     """One call; what it raises is the learner's to tell."""
     try:
         answer = await _perform(rollouts, call)
-    except ValueError as error:
+    except (ValueError, EngineDown) as error:
         answer = Answer(call.number, error=str(error))
     except Exception as error:
         log.exception("the rollout process failed in %s", call.method)

@@ -62,6 +62,7 @@ class RemoteRollouts:
         try:
             await asyncio.wait_for(self._answer(0), _START_SECONDS)
         except TimeoutError:
+            self._process.kill()
             raise ValueError(f"the rollout process was not ready after {_START_SECONDS:.0f} s") from None
         if self._begun:
             await self._call("restore", state=self._state)

@@ -14,10 +14,10 @@ from headrace.evaluation.measure import evaluate, held_out_prompts
 from headrace.questions.hints import hints_for
 from headrace.questions.ledger import Key, Ledger
 from headrace.questions.sets import QuestionSet
-from headrace.records import Engine, EngineDown, Group, Prompt, Question, Reward
+from headrace.records import Engine, Group, Prompt, Question, Reward
 from headrace.rewards.pool import ScoringPool
 from headrace.rollout.admission import Admission
-from headrace.rollout.groups import RETRY_SECONDS, Ahead, Pace, Together
+from headrace.rollout.groups import Ahead, Pace, Together, while_engine_fails
 from headrace.sampling.waves import draw_groups
 from headrace.schedule import max_lag, slots
 from headrace.selection.paqm import Miner
@@ -118,12 +118,10 @@ class OwnRollouts:
     async def evaluate(self) -> dict[str, Any] | None:
         if not self._held_out:
             return None
-        while True:
-            try:
-                return await evaluate(self._held_out, self._engine, self._scorer, self._encoder, self._config)
-            except EngineDown as error:
-                log.warning("the evaluation starts again: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+        return await while_engine_fails(
+            lambda: evaluate(self._held_out, self._engine, self._scorer, self._encoder, self._config),
+            lambda error: log.warning("the evaluation starts again: %s", error),
+        )
 
     async def state(self) -> RolloutState:
         source = self._controller.source

@@ -1,7 +1,8 @@
 """Stands in for vLLM where only the supervision is tested: ``fake_server.py NAME PORT FOLDER``.
 
 It answers the routes that the supervisor asks; files in FOLDER change how: ``broken`` ends it at once, ``failing`` answers
-``/is_paused`` with an error, ``closed`` lets it close its port and hang.
+``/is_paused`` with an error, ``closed`` lets it close its port and hang, ``sharing`` lets it
+hold shared memory, whose name it writes to FOLDER/shared.
 It has a child that has left its process group and ignores SIGTERM, as a stuck worker would; pids are written to FOLDER/pids.
 """
 
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
 if (folder / "broken").exists():
     print("ValueError: the model cannot be served", flush=True)
     sys.exit(3)
+if (folder / "sharing").exists():
+    shared = SharedMemory(create=True, size=64)
+    (folder / "shared").write_text(shared.name)
 stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stuck], start_new_session=True)
 with (folder / "pids").open("a") as file:

@@ -145,6 +145,20 @@ def test_a_killed_guard_leaves_no_process_once_the_server_is_stopped(folder: Pat
     server.stop()
 
 
+def test_a_killed_server_leaves_nothing_in_shared_memory(folder: Path) -> None:
+    (folder / "sharing").touch()
+    server = standing_in(folder)
+    server.start()
+    shared = Path("/dev/shm") / (folder / "shared").read_text()
+    assert shared.exists()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    assert until(lambda: not server.alive(), 15)
+    assert not shared.exists()
+    assert gone(*pids(folder))
+    server.stop()
+
+
 def test_a_server_that_ends_at_once_is_reported_with_its_error_and_log(folder: Path) -> None:
     (folder / "broken").touch()
     with pytest.raises(NotStarted) as caught:

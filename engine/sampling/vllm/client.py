@@ -55,11 +55,12 @@ class VLLMEngine:
     bounds each request from the moment it is sent: then it is aborted, and returns what it has.
     """
 
-    def __init__(self, urls: Sequence[str], encoder: Encoder, config: VLLMEngineConfig) -> None:
+    def __init__(self, urls: Sequence[str], encoder: Encoder, config: VLLMEngineConfig, *, pushed: bool = False) -> None:
         """Args:
         urls: ``http://host:port`` of each server.
         encoder: of the same model.
         config: bounds.
+        pushed: the servers were given weights, so one that draws with others was started anew.
 
         Raises:
             ValueError: the model has no spare rows, or there is no server.
@@ -67,7 +68,7 @@ class VLLMEngine:
         if not urls:
             raise ValueError("engine: no vLLM server to draw on")
         self.urls = [url.rstrip("/") for url in urls]
-        self.encoder, self.config = encoder, config
+        self.encoder, self.config, self._pushed = encoder, config, pushed
         self._rows = spare_rows(encoder)
         self._reader = Reader(encoder, self._rows)
         self._fleet: Fleet | None = None
@@ -165,10 +166,10 @@ class VLLMEngine:
             raise EngineDown(f"{place.url}: {task.name}: {error}") from None
         if TRIAL in drawn.labels:
             return await self._attempt(fleet, place, task)  # from the same seed, with the weights that it has by now
-        pushed = any(label.isdigit() for label in place.labels)
+        pushed = self._pushed or any(label.isdigit() for label in place.labels)
         place.labels.update(drawn.labels)
         if pushed and not all(label.isdigit() for label in drawn.labels):
-            raise EngineDown(f"{place.url}: draws with weights that this run never pushed; someone else started it anew")
+            raise EngineDown(f"{place.url}: draws with weights that this run never pushed: it was started anew")
         return drawn.completion
 
     async def _introduced(self, fleet: Fleet, place: Place, task: _Task) -> bool:

@@ -21,6 +21,8 @@ GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL. A server that is to go has no request left worth waiting for."""
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # of prctl(2)
 REAP_SECONDS = 20.0
+TRACKER_SECONDS = 5.0
+"""Time that resource trackers have for their work."""
 
 
 def main() -> int:
@@ -47,18 +49,22 @@ def main() -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
         select.select([running], [], [], 0 if watched in ready else GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # before it is waited for: until then its group's number stays its own
+    server.kill()
     code = server.wait()
     _reap()
     return code if code >= 0 else 128 - code
 
 
 def _reap() -> None:
-    """Kill whatever is left below this process, and wait until it is gone, so that its memory is free again."""
+    """Kill whatever is left below this process, and wait until it is gone, so that its memory is free again.
+
+    Python's resource trackers end by themselves once all others are gone, and remove what those left in shared memory: they may.
+    """
     end = time.monotonic() + REAP_SECONDS
     while time.monotonic() < end:
-        for child in _children():
+        children = _children()
+        others = [child for child in children if not _is_tracker(child)]
+        for child in others or (children if time.monotonic() > end - REAP_SECONDS + TRACKER_SECONDS else ()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -67,6 +73,12 @@ def _reap() -> None:
         except ChildProcessError:
             return
         time.sleep(0.02)
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _children() -> list[int]:
