@@ -44,6 +44,19 @@ def start(config: Path, *overrides: str, ranks: int = 1) -> "subprocess.Popen[st
     )
 
 
+def on_two_ranks(script: Path, folder: Path, *arguments: str, deadline: float = 240) -> None:
+    """Run a script of the tests under torchrun, in ``folder``; it must end well."""
+    result = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), str(script), str(folder), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=deadline,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
 def kill(process: "subprocess.Popen[str]") -> None:
     """kill -9 of the main process alone; its children must go by themselves."""
     process.send_signal(signal.SIGKILL)

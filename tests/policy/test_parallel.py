@@ -1,9 +1,6 @@
 """Two learner ranks through torchrun and gloo: the same numbers as one process. One torchrun serves all tests."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +15,7 @@ from headrace.policy import parallel as ranks
 from headrace.policy.packing import rows_with_gradient, schedule
 from headrace.records import StepBatch
 from headrace.wire import pack, unpack
+from tests import runs
 from tests.policy.learner_cases import (
     BANNED,
     make_config,
@@ -71,16 +69,7 @@ def folder(tmp_path_factory):
             (folder / f"{name}-{number}.batch").write_bytes(pack(batch))
     single, _ = train(folder, "plain", configs["plain"])
     checkpoint.save(folder / "single", STEPS, single, {"ledger": [1, 2]})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(Path(__file__).with_name("two_ranks.py")), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    runs.on_two_ranks(Path(__file__).with_name("two_ranks.py"), folder)
     return folder
 
 

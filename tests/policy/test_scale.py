@@ -1,9 +1,6 @@
 """Every way to lay a learner out over two ranks gives the numbers of one process and the same bits again. One torchrun for all."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,9 @@ from safetensors.torch import load_file
 from headrace import checkpoint
 from headrace.policy.adapters import named_weights
 from headrace.wire import pack
+from tests import runs
 from tests.policy.learner_cases import BANNED, make_config, make_learner, random_batch, tiny_model
 
-ROOT = Path(__file__).parents[2]
 RATE = {"learning_rate": 5e-4}  # Adam turns rounding noise in a gradient near zero into a share of the rate
 CASES = {
     "replicas": {"model": {"shard": 1}},
@@ -56,18 +53,7 @@ def folder(tmp_path_factory):
         for number in range(STEPS):
             (folder / f"{name}-{number}.batch").write_bytes(pack(batch_of(config, number)))
     (folder / "bad.json").write_text(make_config(folder / "model", model={"shard": 3}).model_dump_json())
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(Path(__file__).with_name("scale_ranks.py")), str(folder)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    runs.on_two_ranks(Path(__file__).with_name("scale_ranks.py"), folder)
     return folder
 
 

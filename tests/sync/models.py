@@ -11,29 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
 )
 
-MEDIA = {
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-}
-VISION = {
-    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor, Qwen3VLVideoProcessor),
-    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
-}
+from tests.policy.test_model_vision import FAMILIES, MEDIA
 
 
 def qwen3(directory: Path, *, tied: bool, vocab: int = 300) -> Path:
@@ -69,7 +52,7 @@ def words() -> PreTrainedTokenizerFast:
 
 def vision(directory: Path, family: str) -> Path:
     """A tiny Qwen-VL with its processor; 16-pixel picture tokens."""
-    config_class, model_class, processor_class, video_class = VISION[family]
+    config_class, model_class, processor_class, video_class = FAMILIES[family]
     tokenizer = words()
     text = {
         "vocab_size": 272,

@@ -25,7 +25,7 @@ def directories(tmp_path_factory):
     def directory(kind):
         if kind not in made:
             path = folder / kind
-            made[kind] = models.vision(path, kind) if kind in models.VISION else models.qwen3(path, tied=kind == "tied")
+            made[kind] = models.vision(path, kind) if kind in models.FAMILIES else models.qwen3(path, tied=kind == "tied")
         return made[kind]
 
     return directory

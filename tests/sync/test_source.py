@@ -16,7 +16,7 @@ from tests.sync.models import Learner
 @pytest.fixture(scope="module", params=["tied", "untied", "qwen2_5_vl", "qwen3_vl"])
 def directory(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    return models.vision(path, request.param) if request.param in models.VISION else models.qwen3(path, tied=request.param == "tied")
+    return models.vision(path, request.param) if request.param in models.FAMILIES else models.qwen3(path, tied=request.param == "tied")
 
 
 def test_names_and_values_are_those_of_the_files(directory):

@@ -3,9 +3,6 @@
 import asyncio
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +17,7 @@ from headrace.policy.score import score_sequence
 from headrace.records import TRIAL, Completion, SampleRequest, SamplingParameters
 from headrace.sync.push import WeightSync
 from headrace.sync.servers import SyncError
+from tests import runs
 from tests.sampling.tiny_policy import ROUNDING
 from tests.vllm.conftest import Served
 
@@ -119,16 +117,7 @@ def test_two_sharded_ranks_push_to_one_server(served: Served, learner: Policy, t
     model = tmp_path / "model"
     learner.model.save_pretrained(model)
     served.tiny.encoder.save(model)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(Path(__file__).with_name("push_ranks.py")), str(tmp_path), str(model), served.control.name],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    runs.on_two_ranks(Path(__file__).with_name("push_ranks.py"), tmp_path, str(model), served.control.name, deadline=280)
     gaps = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["sync/canary_gap"] for rank in range(2)]
     assert gaps[0] == gaps[1] < ROUNDING, "every rank learns how the push went"
     scale(learner, 0.9)
