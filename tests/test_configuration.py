@@ -116,3 +116,4 @@ def test_what_no_server_can_do_is_said_before_one_starts(minimal: Path, override
     with pytest.raises(ConfigError, match=fault) as caught:
         load_config(minimal, ["engine.kind=vllm", *overrides])
     assert "\n" not in str(caught.value)
+    assert "{" not in str(caught.value), "no dump of a section"

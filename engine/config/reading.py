@@ -92,4 +92,5 @@ def _line(kind: type[Model], fault: ErrorDetails, name: str, overridden: set[str
         fields = {known for model in (schema, *schema.get("$defs", {}).values()) for known in model.get("properties", {})}
         near = get_close_matches(str(fault["loc"][-1]), sorted(fields), n=1)
         what = "no such field" + "".join(f"; is {known} meant?" for known in near)
-    return f"{'override' if field in overridden else name}: {field}: {what} (got {fault['input']!r:.80})"
+    got = "" if isinstance(fault["input"], dict) else f" (got {fault['input']!r:.80})"
+    return f"{'override' if field in overridden else name}: {field}: {what.removeprefix('Value error, ')}{got}"
