@@ -189,6 +189,20 @@ def test_a_dead_engine_costs_no_question(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (none, some) == (0, 7)
 
 
+def test_groups_that_do_not_train_do_not_pile_up() -> None:
+    async def run() -> tuple[int, int]:
+        source = Ahead(Questions(), Engine().draw, lambda drawn: False, Pace(4, 4, 1, 0))
+        await source.take(4)
+        for _ in range(3000):
+            await asyncio.sleep(0)
+        waiting = len(source.buffered())
+        taken = [await source.take(4) for _ in range(10)]
+        await source.close()
+        return waiting, sum(map(len, taken))
+
+    assert asyncio.run(run()) == (16, 40)
+
+
 def test_an_engine_that_stays_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.rollout.groups.RETRY_SECONDS", 0.0)
 

@@ -24,6 +24,8 @@ Draw = Callable[[Sequence[Key], Sequence[Prompt]], Awaitable[list[Group]]]
 RETRY_SECONDS = 1.0
 MOST_TRIES = 6
 """Times in a row that the engine may go down over one thing. Each may take as long as a server needs to start."""
+_FILTERED_AHEAD = 4
+"""Bounds the groups that wait, in slots: those that will not train hold none, and where nothing trains they would pile up for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class Ahead:
         try:
             while True:
                 self._room.clear()
-                while self.free_slots > 0:
+                while self.free_slots > 0 and len(self._queue) < _FILTERED_AHEAD * pace.slots:
                     key, prompt = self._admission.next()
                     last = deadline(self._version, pace.interval, pace.lag)
                     entry = _Admitted(key, asyncio.create_task(self._group(key, prompt)), last)
