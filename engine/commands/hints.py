@@ -17,11 +17,10 @@ def hints(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions")] = None,
 ) -> None:
     """Let a teacher write captions and hints; without --url, a task generator scripts them itself. Goes on where it stopped."""
-    from headrace.hint_filling import fill
+    from headrace.hint_filling import fill, teacher
 
-    filled = fill(
-        source, out, url=url, model=model, key_variable=key_variable, parts=parts.split(","), concurrency=concurrency, limit=limit
-    )
+    server = None if url is None else teacher(url, model, key_variable, concurrency)
+    filled = fill(source, out, server, parts.split(","), limit)
     counts = ", ".join(f"{name} {count:,}" for name, count in sorted(filled.counts.items())) or "nothing new"
     print(f"{filled.done:,} questions in {filled.path} ({counts})")
     if filled.cost.calls:

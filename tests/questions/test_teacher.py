@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
-from headrace.config import EasyVQASource, MultiHopSource
+from headrace.cli import app
+from headrace.config import ConfigError, EasyVQASource, MultiHopSource
 from headrace.questions.hints import load_hints
 from headrace.questions.hopchain.chat import Chat
 from headrace.questions.hopchain.roles import ServerDown
@@ -122,3 +124,14 @@ def test_generators_script_true_hints(tmp_path: Path) -> None:
     pictures = EasyVQA(EasyVQASource(kind="easy_vqa"), 0, "train")
     hint, composed = pictures.hint(3), pictures.composed(3)
     assert hint.visual == hint.caption == f"{composed.picture.colour} {composed.picture.shape}"
+
+
+def test_the_command_scripts_goes_on_and_needs_a_models_name(tmp_path: Path) -> None:
+    out = tmp_path / "hints.jsonl"
+    config = str(Path(__file__).parents[2] / "configs" / "demo.yaml")
+    for limit in (3, 5):
+        result = CliRunner().invoke(app, ["questions", "hints", config, str(out), "--limit", str(limit)], catch_exceptions=False)
+        assert f"{limit} questions in {out}" in result.output.replace("\n", "")
+    assert len(load_hints(out)) == 5
+    with pytest.raises(ConfigError, match="--model"):
+        CliRunner().invoke(app, ["questions", "hints", config, str(out), "--url", "http://127.0.0.1:9/v1"], catch_exceptions=False)
