@@ -37,7 +37,7 @@ from headrace.journal.trackers import Tracker, scalars, trackers
 from headrace.ranges import span
 from headrace.records import Group
 
-BESIDE_STEPS = ("warm start", "evaluation", "checkpoint", "report")
+BESIDE_STEPS = ("warm start", "starting servers", "evaluation", "checkpoint", "report")
 """Phases that ``time/step`` leaves out; they show in ``time/wall``, the gap between two steps."""
 
 

@@ -75,6 +75,8 @@ async def start_remote(
     started: list[Servers] = []
 
     def start() -> None:
+        if not engine.urls:
+            journal.say(f"starting vLLM servers, which takes a minute or more; their logs are in {config.run_folder / 'servers'}")
         with journal.phase("starting servers"):
             started.append(start_servers(config, engine, model, encoder, parallel.store))
 
