@@ -30,5 +30,5 @@ def decontaminate(
             progress=lambda name, done, total: bar.update(tasks[name], completed=done, total=total),
         )
     counts = ", ".join(f"{kind} {count:,}" for kind, count in findings.counts().items()) or "none"
-    print(f"{len(findings.removed):,} questions removed ({counts}); clean rows: {out}")
+    print(f"questions removed: {len(findings.removed):,} ({counts}); clean rows: {out}")
     print(f"report: {out.with_name(f'{out.stem}.decontamination.html')}")
