@@ -59,11 +59,15 @@ def make_prompts(encoder: Encoder, count: int, tokens: int) -> list[Prompt]:
     ]
 
 
-def generate(policy: Policy, encoder: Encoder, prompts: list[Prompt], rollouts: int, tokens: int) -> None:
+PADDING = 0
+"""On the left of the peer's shorter prompts, where nothing attends: any token will do."""
+
+
+def generate(policy: Policy, prompts: list[Prompt], rollouts: int, tokens: int) -> None:
     """The same rows through ``generate``: left-padded, sampled, never stopping."""
     rows = [torch.from_numpy(prompt.token_ids) for prompt in prompts for _ in range(rollouts)]
     longest = max(map(len, rows))
-    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=encoder.pad_id) for row in rows])
+    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=PADDING) for row in rows])
     attended = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
     policy.model.set_attn_implementation("sdpa")
     try:
@@ -75,7 +79,7 @@ def generate(policy: Policy, encoder: Encoder, prompts: list[Prompt], rollouts: 
                 top_k=0,
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
-                pad_token_id=encoder.pad_id,
+                pad_token_id=PADDING,
             )
     finally:
         policy.model.set_attn_implementation("headrace")
@@ -115,7 +119,7 @@ def rollout(
         asyncio.run(draw(mask))
 
     free, masked = seconds(lambda: drawn(None), repeats), seconds(lambda: drawn(TopTokenRule(threshold=0.6)), repeats)
-    baseline = seconds(lambda: generate(policy, encoder, questions, rollouts, tokens), repeats)
+    baseline = seconds(lambda: generate(policy, questions, rollouts, tokens), repeats)
     rows = prompts * rollouts
     print(f"{rows} rows x {tokens} tokens, {torch.get_num_threads()} threads: generate {baseline:.3f} s")
     print(f"local engine, free   {free:.3f} s = {free / baseline:.2f} x generate")
