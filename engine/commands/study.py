@@ -12,6 +12,8 @@ def study(
     page_only: Annotated[bool, typer.Option("--page", help="Train nothing, write the page from what is there")] = False,
 ) -> None:
     """Run every arm with every seed, one after another; what is finished stays, what was stopped goes on (docs/studies.md)."""
+    import sys
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,13 +24,18 @@ def study(
     failures: list[str] = []
     if not page_only:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        console, begun = Console(stderr=True), set[str]()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             runs = bar.add_task(f"{planned.config.name}: runs", total=len(planned.runs))
             steps = bar.add_task("", total=None)
 
             def watch(run: StudyRun, done: int) -> None:
-                bar.update(runs, completed=sum(each.finished for each in planned.runs))
+                finished = sum(each.finished for each in planned.runs)
+                bar.update(runs, completed=finished)
                 bar.update(steps, description=run.name, completed=done, total=run.config.run.steps)
+                if not console.is_terminal and run.name not in begun:
+                    begun.add(run.name)
+                    print(f"{planned.config.name}: {run.name}, {finished} of {len(planned.runs)} runs are done", file=sys.stderr)
 
             failures = execute(planned, watch)
     print(f"page: {study_page.write(planned)}")
