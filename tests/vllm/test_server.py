@@ -348,6 +348,7 @@ def test_a_request_ends_right_though_its_server_is_killed(served: Served, victim
             came_back = await asyncio.to_thread(until, lambda: served.supervisor.generation(url) > generation, 300)
             assert came_back
             assert not drawing.done(), "a server with the weights on disk drew before it got new ones"
+            served.control.set_version(1)  # what a push does: tokens without a version are refused
             served.control.resume()
             return await asyncio.wait_for(drawing, 120)
         finally:

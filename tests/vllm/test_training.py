@@ -29,11 +29,11 @@ def config(needs_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def children(process: "subprocess.Popen[str]", part: str) -> list[psutil.Process]:
-    """Processes below a run whose command line holds ``part``."""
+    """Processes below a run that Python started with ``part``, a script or a module."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if part in " ".join(child.cmdline()):
+            if any(word.endswith(part) for word in child.cmdline()[1:3]):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
@@ -86,7 +86,7 @@ def test_kills_of_every_part_cost_no_number(config: Path, undisturbed: Path) -> 
     arguments = ["run.name=killed", f"run.steps={STEPS}"]
     process = runs.start(config, *arguments)
     wait_for_step(folder, 1, process)
-    (server,) = children(process, "vllm.entrypoints")[:1]
+    (server,) = children(process, "startup/api_server.py")[:1]
     server.send_signal(signal.SIGKILL)
     wait_for_step(folder, 2, process)
     (rollouts,) = children(process, "headrace.rollout.process")[:1]
@@ -97,7 +97,7 @@ def test_kills_of_every_part_cost_no_number(config: Path, undisturbed: Path) -> 
     _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive, "processes outlive a killed run"
     output = runs.finish(runs.start(config, *arguments), deadline=400)
-    assert "resuming after step 3" in output or "resuming after step 4" in output
+    assert re.search("resuming after step [234]", output), output
     assert_same(undisturbed, folder)
     accounts = ledger(folder)
     assert accounts["counts"]["trained"] == STEPS * 4
@@ -141,7 +141,7 @@ def test_a_killed_learner_rank_is_started_again_by_the_launcher(config: Path, un
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     wait_for_step(folder, 2, process)
-    ranks = [child for child in children(process, "headrace train") if child.parent().pid == process.pid]  # type: ignore[union-attr]
+    ranks = [child for child in children(process, "headrace") if child.parent().pid == process.pid]  # type: ignore[union-attr]
     ranks[-1].send_signal(signal.SIGKILL)
     runs.finish(process, deadline=600)
     assert_same(undisturbed, folder)
