@@ -10,6 +10,7 @@ docs/profiling.md shows how to capture them. Names are stable, so that two trace
                      against the learner's own log-probs; per micro-batch ``inputs``
                      (with ``reference``), ``forward`` with ``head`` inside, ``backward``; then ``reduce`` (totals over
                      micro-batches and ranks, gradient norm) and ``optimizer``
+``sync``             the engine gets the weights: nothing to do in one process, a gathered copy, or a push to servers
 ``evaluation``       held-out questions
 ``checkpoint``       a checkpoint, or the exported model
 ===================  ==================================================================================================
