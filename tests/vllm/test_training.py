@@ -101,7 +101,7 @@ def test_kills_of_every_part_cost_no_number(config: Path, undisturbed: Path) -> 
     assert_same(undisturbed, folder)
     accounts = ledger(folder)
     assert accounts["counts"]["trained"] == STEPS * 4
-    assert not accounts["open"], "a synchronous run leaves no question open"
+    assert len(accounts["open"]) <= 4, "the next version's questions may be under way when a step is saved, and no others"
 
 
 @pytest.mark.vllm
