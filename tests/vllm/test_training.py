@@ -33,7 +33,7 @@ def children(process: "subprocess.Popen[str]", part: str) -> list[psutil.Process
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if any(word.endswith(part) for word in child.cmdline()[1:3]):
+            if any(word.endswith(part) for word in child.cmdline()[1:4]):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
