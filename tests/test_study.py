@@ -141,7 +141,7 @@ def test_grids_and_overrides(file: Path) -> None:
         ({"baseline": "none"}, "baseline 'none' is none of the arms"),
         ({"seeds": [1, 1]}, "different seeds"),
         ({"arms": [{"name": "plain"}]}, "at least two arms"),
-        ({"common": {"run.stepz": 3}}, "run.stepz: no such field; is steps meant"),
+        ({"common": {"run.stepz": 3}}, "arm plain, override: run.stepz: no such field; is steps meant"),
         ({"base": "gone.yaml"}, "gone.yaml: cannot be read"),
         ({"arms": [{"name": "a/b"}, {"name": "plain"}]}, "pattern"),
     ],

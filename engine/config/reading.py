@@ -93,4 +93,4 @@ def _line(kind: type[Model], fault: ErrorDetails, name: str, overridden: set[str
         near = get_close_matches(str(fault["loc"][-1]), sorted(fields), n=1)
         what = "no such field" + "".join(f"; is {known} meant?" for known in near)
     got = "" if isinstance(fault["input"], dict) else f" (got {fault['input']!r:.80})"
-    return f"{'override' if field in overridden else name}: {field}: {what.removeprefix('Value error, ')}{got}"
+    return f"{name}{', override' if field in overridden else ''}: {field}: {what.removeprefix('Value error, ')}{got}"
